@@ -1,0 +1,62 @@
+# Every target does its own set-up; on a fresh machine it takes Python >= 3.11, make and pip, nothing else.
+#   make demo                   the main job: generate from a checkpoint
+#   make test                   set-up, then the gate (scripts/check)
+#   make demo TORCH_INDEX=URL   take torch from another index than pip's own (first set-up only)
+#   make test PYTHON=python3.12 another interpreter (first set-up only)
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PROMPT ?= The whale surfaced, and
+export PROMPT
+
+VENV := .venv
+RORQUAL := $(VENV)/bin/rorqual
+INSTALLED := $(VENV)/.installed
+WARM := $(VENV)/.warm
+DEMO := build/demo-model
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check bench serve setup warm clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+	@echo 'targets: demo test test-all check bench serve setup warm clean'
+
+$(INSTALLED): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' bash scripts/setup.sh
+	@touch $@
+
+# Numba keys its cache by the source file, so an edited kernel is compiled again and everything else is only loaded.
+$(WARM): $(INSTALLED) $(wildcard rorqual/ops/fast/*.py)
+	$(RORQUAL) warm
+	@touch $@
+
+setup: $(INSTALLED)
+
+warm: $(WARM)
+
+$(DEMO)/config.json: | $(INSTALLED)
+	$(RORQUAL) init tiny $(DEMO) --seed 0
+
+demo: $(WARM) $(DEMO)/config.json
+	$(RORQUAL) generate --model $(DEMO) "$$PROMPT" --max-tokens 64 --stats
+
+test: $(WARM)
+	bash scripts/check
+
+test-all: $(WARM)
+	bash scripts/check --all
+
+# The gate alone, for a work tree that is already set up.
+check:
+	bash scripts/check
+
+bench: $(WARM)
+	$(RORQUAL) bench kernels
+	$(RORQUAL) bench model
+
+serve:
+	@echo 'rorqual: the server arrives with a later release' >&2; exit 2
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,42 @@
+"""Rorqual: DeepSeek-V4.1-Flash in readable Python.
+
+The public names load on first use, so `import rorqual` costs a blink and no torch:
+
+    model = rorqual.load("checkpoint/", numerics="fp32")
+    tensors = rorqual.trace(model, input_ids)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rorqual.analysis.trace import trace
+    from rorqual.config import ModelConfig
+    from rorqual.layout import KVLayout
+    from rorqual.model.load import load
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "KVLayout": "rorqual.layout",
+    "ModelConfig": "rorqual.config",
+    "load": "rorqual.model.load",
+    "trace": "rorqual.analysis.trace",
+}
+
+__all__ = ["KVLayout", "ModelConfig", "__version__", "load", "trace"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that holds it, and keep it."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'rorqual' has no attribute '{name}'; it exports {', '.join(__all__)}")
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The lab: traces, verification against stored tensors, comparison of dumps."""

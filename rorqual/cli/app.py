@@ -1,0 +1,149 @@
+"""Dispatch: from `argv` to one verb, and from its errors to one line.
+
+The protocol of a verb
+- It is a row of `VERBS`: its name, a target `module:function`, one line of help. The row is all that `rorqual --help`
+  reads; the module is imported when its verb is called, so a heavy verb never slows a light one.
+- The function (by custom called `command`) is one that `typer` takes: annotated parameters, options described by
+  `Annotated[..., typer.Option(...)]`, types importable at module level. Its docstring is the verb's `--help`.
+- It returns None for success. `raise typer.Exit(1)` says that the work was done and its answer is no (a failed
+  verification). A user's mistake is a `RorqualError`, a missing file included: the verb turns FileNotFoundError on a
+  path that the user gave into InputError. Any other exception is a bug of ours and keeps its traceback.
+
+Exit codes: 0 done, 1 the answer is no (or nobody reads our output any more), 2 a mistake in the input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rorqual.errors import RorqualError
+from rorqual.log import logger
+
+PROGRAM = "rorqual"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """One verb of the command line: `target` is `module:function`, `help` one line without a full stop."""
+
+    name: str
+    target: str
+    help: str
+
+    def load(self) -> Callable[..., Any]:
+        """Import the verb's module and hand out its function."""
+        module, _, function = self.target.partition(":")
+        command: Callable[..., Any] = getattr(import_module(module), function)
+        return command
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb(name="generate", target="rorqual.cli.generate:command", help="Continue a prompt, streaming the text"),
+    Verb(name="inspect", target="rorqual.cli.inspect:command", help="Show layers, parameters and cache bytes"),
+    Verb(name="init", target="rorqual.cli.init:command", help="Write a random checkpoint of any config"),
+    Verb(name="trace", target="rorqual.cli.trace:command", help="Dump every tensor of a forward pass"),
+    Verb(name="verify", target="rorqual.cli.verify:command", help="Check a golden folder against our own trace"),
+    Verb(name="golden", target="rorqual.cli.golden:command", help="Write a golden folder for a config"),
+    Verb(name="diff", target="rorqual.cli.diff:command", help="Find the first tensor where two dumps part"),
+    Verb(name="bench", target="rorqual.cli.bench:command", help="Measure kernels or a model against the plain twins"),
+    Verb(name="warm", target="rorqual.cli.warm:command", help="Compile the fast kernels ahead of time"),
+)
+
+
+def main(argv: Sequence[str] | None = None, verbs: Sequence[Verb] = VERBS) -> int:
+    """Run one command line (default `sys.argv[1:]`) and return its exit code; nothing but a bug raises."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _log_to_stderr():
+        try:
+            code = _dispatch(arguments, verbs)
+            sys.stdout.flush()
+            return code
+        except RorqualError as error:
+            return _complain(str(error))
+        except BrokenPipeError:
+            return _silence_stdout()
+        except OSError as error:
+            # The safety net under the verbs: a path or a device that fails in a way no verb foresaw.
+            return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 130
+
+
+def _dispatch(arguments: list[str], verbs: Sequence[Verb]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_overview(verbs))
+        return 0 if arguments else 2
+    if name == "--version":
+        from rorqual import __version__
+
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    verb = next((verb for verb in verbs if verb.name == name), None)
+    if verb is None:
+        return _complain(f"no verb '{name}'; the verbs are {', '.join(verb.name for verb in verbs)}")
+    return _run(verb, arguments[1:])
+
+
+def _run(verb: Verb, arguments: list[str]) -> int:
+    import typer
+
+    # The base of all complaints about the arguments. Some releases of typer import click for it, some carry their
+    # own copy; the class that both export, BadParameter, derives from it.
+    bases: Any = typer.BadParameter.__mro__
+    usage_error: type[Exception] = next(base for base in bases if base.__name__ == "ClickException")
+
+    application = typer.Typer(add_completion=False)
+    application.command()(verb.load())
+    command = typer.main.get_command(application)
+    try:
+        code = command.main(arguments, prog_name=f"{PROGRAM} {verb.name}", standalone_mode=False)
+    except typer.Abort:
+        return 130
+    except usage_error as error:
+        detail: Any = error
+        return _complain(f"{detail.format_message()} (see {PROGRAM} {verb.name} --help)")
+    return code if isinstance(code, int) else 0
+
+
+def _overview(verbs: Sequence[Verb]) -> str:
+    width = max(len(verb.name) for verb in verbs)
+    rows = "\n".join(f"  {verb.name:<{width}}  {verb.help}" for verb in verbs)
+    return (
+        f"usage: {PROGRAM} VERB [ARGUMENTS]\n\n{rows}\n\n"
+        f"`{PROGRAM} VERB --help` describes one verb, `{PROGRAM} --version` prints the version."
+    )
+
+
+def _complain(message: str) -> int:
+    """One line on stderr, whatever the message's own line breaks; the exit code of a mistake in the input."""
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _silence_stdout() -> int:
+    """The reader has gone: let the interpreter's last flush go nowhere instead of printing a complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{PROGRAM}: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

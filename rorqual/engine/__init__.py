@@ -1,0 +1,1 @@
+"""Running a model: sequences, sampling, generation. Schedulers and pools build on the same step (DESIGN 5)."""

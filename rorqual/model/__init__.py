@@ -1,0 +1,1 @@
+"""The forward pass: attention by role, indexer, compressor, MoE, mHC, Engram, draft, vision."""

@@ -1,0 +1,74 @@
+"""CSA2 attention by role (SPEC 5): one latent head, K = V, a window and the selected compressed groups.
+
+Worth knowing when porting: no norm on q after its up-projection; the window KV is quantised after RoPE over all
+channels; layers that read a global cache rotate *everything* by the compressed theta with YaRN; the attention output's
+rotary channels are rotated back by the query's angle before the grouped output projection.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rorqual.config import LayerRole, Mode, ModelConfig
+from rorqual.model.compressor import Compressor
+from rorqual.model.indexer import Indexer
+from rorqual.model.rope import rotate
+from rorqual.model.rows import Rows
+from rorqual.model.run import Carry, Run
+from rorqual.model.weights import Scope, row_groups
+
+# T rows, D hidden, H heads, C head dim, Q q_lora rank, K top-k
+
+
+class Attention(nn.Module):
+    """SWA, Full, Reindex and Reuse differ in what they compute and where they read; the rest is one path."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, freqs: tuple[Tensor, Tensor], scope: Scope) -> None:
+        super().__init__()
+        self.role = role
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.groups = config.o_groups
+        self.eps = config.rms_norm_eps
+        self.compressed = role.mode is not Mode.SWA
+        self.wq_a = scope.weight("wq_a")
+        self.q_norm = scope.param("q_norm.weight")
+        self.wq_b = scope.weight("wq_b")
+        self.wkv = scope.weight("wkv")
+        self.kv_norm = scope.param("kv_norm.weight")
+        self.sink = scope.param("attn_sink")
+        self.wo_a = row_groups(scope.weight("wo_a"), config.o_groups)
+        self.wo_b = scope.weight("wo_b")
+        self.compressor = Compressor(config, role, freqs, scope) if role.mode is Mode.FULL else None
+        self.indexer = Indexer(config, role, scope) if role.mode in (Mode.FULL, Mode.REINDEX) else None
+
+    def window_kv(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:
+        """RoPE(RMSNorm(x Wkv)) [T, C], before its quantiser."""
+        kv = run.norm(run.linear(x_TD, self.wkv, rows), self.kv_norm, self.eps)
+        return run.numerics.round(rotate(kv, rows.rotary.at(self.compressed)))
+
+    def forward(self, x_TD: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
+        """Attention output [T, D] in the activation dtype."""
+        angles = rows.rotary.at(self.compressed)
+        qr = run.norm(run.linear(x_TD, self.wq_a, rows), self.q_norm, self.eps)
+        q = run.linear(qr, self.wq_b, rows).unflatten(-1, (self.heads, self.head_dim))
+        q = run.numerics.round(rotate(q, angles))
+        kv = self.window_kv(x_TD, rows, run)
+        if self.compressor is not None:
+            self.compressor(x_TD, rows, run)
+        if self.indexer is not None:
+            carry.topk_TK = self.indexer(x_TD, qr, rows, carry, run)
+        out = []
+        for seg in rows.segments:
+            window = run.kv.window(self.role.layer_id, seg, kv[seg.rows], run.tap)
+            topk = carry.topk_TK[seg.rows] if self.compressed and carry.topk_TK is not None else None
+            out.append(run.kv.attend(self.role.kv_source, seg, q[seg.rows], window, topk, self.sink))
+        # Native rounds before *and* after the inverse rotation (SPEC 3).
+        o = run.numerics.round(rotate(run.numerics.round(torch.cat(out)), angles, inverse=True))
+        return self.project(o, rows, run)
+
+    def project(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:
+        """Grouped output projection: contiguous heads of group g through rows g * o_lora.. of Wo_a, then Wo_b."""
+        grouped = o_THC.reshape(len(rows), self.groups, -1)
+        parts = [run.linear(grouped[:, g], self.wo_a[g], rows, quantise_input=False) for g in range(self.groups)]
+        return run.linear(torch.cat(parts, dim=1), self.wo_b, rows)

@@ -1,0 +1,45 @@
+"""Engram: gated n-gram memory written into the residual stream before a layer's own mixing (SPEC 8)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rorqual.config import LayerRole, ModelConfig
+from rorqual.model.rows import Rows
+from rorqual.model.run import Run
+from rorqual.model.weights import Scope
+from rorqual.ops.reference.norm import mean_square, ordered_sum
+from rorqual.ops.rowwise import by_row
+
+# T rows, S residual copies, D hidden
+
+
+class Engram(nn.Module):
+    """Looks up (max_ngram - 1) x heads rows a token, projects them to one key a copy and one value, and gates."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, scope: Scope) -> None:
+        super().__init__()
+        assert role.engram_index is not None
+        self.column = role.engram_index
+        self.copies, self.hidden, self.eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
+        self.table = scope.table("embed")
+        self.wkv = scope.weight("wkv")
+        self.query_key_scale = scope.param("q_weight") * scope.param("k_weight")
+
+    def forward(self, x_TSD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
+        """The stream plus gate x value, in fp32, rounded once; image-span positions get nothing."""
+        assert rows.engram_TLE is not None
+        memory = run.numerics.round(self.table.rows(rows.engram_TLE[:, self.column]).flatten(1))
+        projected = run.linear(memory, self.wkv, rows).float().unflatten(-1, (self.copies + 1, self.hidden))
+        key, value = projected[:, :-1], projected[:, -1:]
+        x = x_TSD.float()
+        z = ordered_sum(x * self.query_key_scale * key) * (self._rstd(x) * self._rstd(key)) * self.hidden**-0.5
+        gate = by_row(torch.sigmoid, z.sign() * z.abs().clamp_min(1e-6).sqrt(), rows.short_rows)
+        if rows.image_T is not None:
+            gate = gate.masked_fill(rows.image_T[:, None], 0.0)
+        gate = run.record(f"{name}.engram.gate", gate, rows)
+        return run.numerics.round(x + gate[..., None] * value)
+
+    def _rstd(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(mean_square(x) + self.eps)

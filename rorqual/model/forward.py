@@ -1,0 +1,275 @@
+"""The forward pass over ragged sequences: embed, encoder, the CED seam, decoder, logits.
+
+    all rows        embedding -> encoder layers -> (stream, pre)
+    the seam        rows whose decoder does not run now leave the last source's global KV, and wait
+    kept rows       decoder layers -> collapse -> norm -> logits
+
+Nothing here branches on "prefill", "decode" or "replay": a step's integers say which rows exist and which are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rorqual.cache.kv_cache import KVCache
+from rorqual.cache.slots import SlotState
+from rorqual.errors import InputError
+from rorqual.model.kv import PagedKV
+from rorqual.model.layer import first_pre
+from rorqual.model.ngram import BEFORE, compress_ids
+from rorqual.model.pending import Crossing, cat_masks, decoder_rows, join
+from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, short_first
+from rorqual.model.run import Carry, Run
+from rorqual.model.step import SequenceOutput, SequenceStep
+from rorqual.model.tap import Tap
+from rorqual.model.transformer import Transformer
+from rorqual.model.vision.tower import merge_image_embeddings
+
+# T rows, S residual copies, D hidden, V vocabulary
+
+
+@dataclass(slots=True)
+class Flow:
+    """Rows on their way through a part, with the step each segment belongs to (indices into the caller's steps)."""
+
+    order: list[int]
+    rows: Rows
+    x: Tensor
+    pre: Tensor
+    carry: Carry
+
+
+def forward(
+    model: Transformer,
+    cache: KVCache,
+    steps: Sequence[SequenceStep],
+    *,
+    tap: Tap | None = None,
+    stale_decode: bool = False,
+) -> list[SequenceOutput]:
+    """Run one step of every sequence and return their outputs in the given order.
+
+    Row bits of sequences with at most SHORT_SEGMENT rows do not depend on what else is in the step.
+
+    Raises:
+        InputError: ids outside the vocabulary, positions past the model's, two steps of one slot.
+    """
+    check_steps(model, steps)
+    ops = model.backend.ops()
+    kv = PagedKV(model.config, cache, ops, model.numerics.native)
+    run = Run(ops=ops, numerics=model.numerics, kv=kv, tap=tap or Tap(), stale_decode=stale_decode)
+    with torch.inference_mode():
+        flow = enter(model, cache, steps, run)
+        body = model.backbone
+        flow.x, flow.pre = body.run_layers(body.encoder, flow.x, flow.pre, flow.rows, flow.carry, run)
+        kept = cross(model, cache, steps, flow, run)
+        advance_encoder(cache, steps)
+        if kept is None:
+            return [SequenceOutput(first=s.end, end=s.end, logits=None, main_hidden=None) for s in steps]
+        kept.x, kept.pre = body.run_layers(body.decoder, kept.x, kept.pre, kept.rows, kept.carry, run)
+        advance_decoder(cache, kept.rows)
+        return finish(model, steps, kept, run)
+
+
+def check_steps(model: Transformer, steps: Sequence[SequenceStep]) -> None:
+    """Refuse what would index outside a tensor, by name."""
+    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    if len({s.slot for s in steps}) != len(steps):
+        raise InputError("steps: a slot appears twice in one step; a slot holds one sequence")
+    for step in steps:
+        ids = step.tokens_n
+        if ids.numel() == 0:
+            raise InputError("ids: empty; a step needs at least 1 token")
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+            raise InputError(f"ids: {bad} is outside the vocabulary, legal ids are 0..{vocab - 1}")
+        if step.end > limit:
+            raise InputError(f"ids: position {step.end - 1} is past the model's last, {limit - 1}")
+
+
+def enter(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], run: Run) -> Flow:
+    """Rows of every step (short segments first), their embeddings and n-gram rows."""
+    order = short_first([s.end - s.start for s in steps])
+    segments, row = [], 0
+    for i in order:
+        step = steps[i]
+        count = step.end - step.start
+        segments.append(
+            Segment(
+                row_start=row,
+                row_end=row + count,
+                start=step.start,
+                end=step.end,
+                slot=step.slot,
+                block_table=step.block_table,
+                write_floor=step.write_floor,
+                window_floor=step.window_floor,
+            )
+        )
+        row += count
+    placed = [steps[i] for i in order]
+    image = cat_masks([(s.image_n, s.end - s.start) for s in placed])
+    ngrams = [ngram_rows(model, cache, s, run.tap) for s in placed]
+    rows = build_rows(
+        segments,
+        model.backbone.freqs,
+        image_T=image,
+        engram_TLE=torch.cat([g for g in ngrams if g is not None]) if model.ngram is not None else None,
+    )
+    embedded = run.numerics.round(torch.cat([embed(model, s) for s in placed]))
+    embedded = run.record("embed_out", embedded, rows)
+    x = embedded[:, None].expand(-1, model.config.hc_mult, -1)
+    return Flow(order, rows, x, first_pre(len(rows), model.config.hc_mult), Carry())
+
+
+def embed(model: Transformer, step: SequenceStep) -> Tensor:
+    """Token embeddings [n, D], image features in the place of image-span positions."""
+    rows = model.backbone.embed[step.tokens_n].to(torch.float32)
+    if step.image_embeds is None or step.image_n is None:
+        return rows
+    return merge_image_embeddings(rows, step.image_n, step.image_embeds)
+
+
+def ngram_rows(model: Transformer, cache: KVCache, step: SequenceStep, tap: Tap) -> Tensor | None:
+    """Engram table rows [n, L, E]; reads and extends the slot's history of compressed ids, addressed by position."""
+    if model.ngram is None:
+        return None
+    history = cache.slots.history[step.slot]
+    span = cache.slots.states[step.slot].history
+    compressed = compress_ids(model.token_map, step.tokens_n, step.image_n)
+    past = torch.full((model.ngram.history_size,), BEFORE, dtype=torch.int64)
+    held = min(step.start - span.held_from(history.shape[0]), model.ngram.history_size)
+    if held > 0:
+        past[-held:] = history[torch.arange(step.start - held, step.start) % history.shape[0]]
+    found = model.ngram.rows(compressed, past)
+    keep = min(compressed.shape[0], history.shape[0])
+    if keep:
+        history[torch.arange(step.end - keep, step.end) % history.shape[0]] = compressed[-keep:]
+    if tap.active:
+        found = tap("engram.hash_ids", found, step.start)
+        tap("engram_tokens", compressed, step.start)
+    return found
+
+
+def cross(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flow: Flow, run: Run) -> Flow | None:
+    """Narrow to the rows whose decoder runs now; the rest write global KV at the seam and wait in their slot."""
+    if not model.backbone.decoder:
+        return flow
+    whole = all(
+        s.run_decoder and s.start >= s.decoder_floor and cache.slots.states[s.slot].pending is None for s in steps
+    )
+    if whole:
+        placed = [steps[i].decoder_floor for i in flow.order]
+        segments = [replace(seg, window_floor=floor) for seg, floor in zip(flow.rows.segments, placed, strict=True)]
+        rows = build_rows(segments, model.backbone.freqs, image_T=flow.rows.image_T, engram_TLE=flow.rows.engram_TLE)
+        return Flow(flow.order, rows, flow.x, flow.pre, flow.carry)
+    model.backbone.seam(flow.x, flow.pre, flow.rows, run)
+    kept: list[tuple[int, Segment, Crossing]] = []
+    for at, seg in zip(flow.order, flow.rows.segments, strict=True):
+        step, state = steps[at], cache.slots.states[seg.slot]
+        crossing = _collect(flow, seg, state)
+        if step.run_decoder:
+            state.pending = None
+            kept.append((at, seg, crossing.last(step.decoder_floor)))
+        else:
+            state.pending = crossing.last(step.end - model.config.sliding_window).clone()
+    if not kept:
+        return None
+    return _kept_flow(model, steps, [kept[i] for i in short_first([c.end - c.start for _, _, c in kept])])
+
+
+def _collect(flow: Flow, seg: Segment, state: SlotState) -> Crossing:
+    """This segment's rows, after the rows that wait in its slot."""
+    rows, carry = flow.rows, flow.carry
+    own = Crossing(
+        start=seg.start,
+        end=seg.end,
+        x_TSD=flow.x[seg.rows],
+        pre_TS=flow.pre[seg.rows],
+        image_T=None if rows.image_T is None else rows.image_T[seg.rows],
+        engram_TLE=None if rows.engram_TLE is None else rows.engram_TLE[seg.rows],
+        candidates_TB=None if carry.candidates_TB is None else carry.candidates_TB[seg.rows],
+        hidden={layer: h[seg.rows] for layer, h in carry.hidden.items()},
+    )
+    return own if state.pending is None else join([state.pending, own])
+
+
+def _kept_flow(
+    model: Transformer, steps: Sequence[SequenceStep], kept: Sequence[tuple[int, Segment, Crossing]]
+) -> Flow:
+    crossings = [c for _, _, c in kept]
+    floors = [steps[at].decoder_floor for at, _, _ in kept]
+    rows = decoder_rows(crossings, [seg for _, seg, _ in kept], floors, model.backbone.freqs)
+    candidates = [c.candidates_TB for c in crossings if c.candidates_TB is not None]
+    carry = Carry(candidates_TB=torch.cat(candidates) if candidates else None)
+    for layer in crossings[0].hidden:
+        carry.hidden[layer] = torch.cat([c.hidden[layer] for c in crossings])
+    x, pre = torch.cat([c.x_TSD for c in crossings]), torch.cat([c.pre_TS for c in crossings])
+    return Flow([at for at, _, _ in kept], rows, x, pre, carry)
+
+
+def advance_encoder(cache: KVCache, steps: Sequence[SequenceStep]) -> None:
+    """The encoder's rings, tails and history now hold the steps' positions."""
+    for step in steps:
+        state = cache.slots.states[step.slot]
+        for span in (state.encoder, state.tail, state.history):
+            span.advance(step.start, step.end)
+
+
+def advance_decoder(cache: KVCache, rows: Rows) -> None:
+    """The decoder's rings hold the kept rows; after a CED prefill they begin at the first of them."""
+    for seg in rows.segments:
+        span = cache.slots.states[seg.slot].decoder
+        if seg.start > span.hi:
+            span.reset(seg.start)
+        span.advance(seg.start, seg.end)
+
+
+def finish(model: Transformer, steps: Sequence[SequenceStep], kept: Flow, run: Run) -> list[SequenceOutput]:
+    """Collapse, norm and head of the wanted rows; hidden states of every kept row for the draft."""
+    rows, body = kept.rows, model.backbone
+    hidden = body.hidden(kept.x, kept.pre, rows, run)
+    main_hidden = None
+    if model.draft is not None:
+        main_hidden = torch.cat([kept.carry.hidden[t] for t in model.config.dspark_target_layer_ids], dim=1)
+        main_hidden = run.record("main_hidden", main_hidden, rows)
+    wanted = [_wanted(steps[at], seg) for at, seg in zip(kept.order, rows.segments, strict=True)]
+    logits = _logits(model, hidden, wanted, rows, run)
+    outputs = {}
+    for at, seg, wants, own in zip(kept.order, rows.segments, wanted, logits, strict=True):
+        assert wants.stop == seg.row_end
+        outputs[at] = SequenceOutput(
+            first=seg.start,
+            end=seg.end,
+            logits=own,
+            main_hidden=None if main_hidden is None else main_hidden[seg.rows],
+        )
+    return [
+        outputs.get(i, SequenceOutput(first=s.end, end=s.end, logits=None, main_hidden=None))
+        for i, s in enumerate(steps)
+    ]
+
+
+def _wanted(step: SequenceStep, seg: Segment) -> slice:
+    """Rows of a segment whose logits are wanted: from `logits_from`, or the last one."""
+    start = seg.end - 1 if step.logits_from is None else max(step.logits_from, seg.start)
+    return slice(seg.row_start + start - seg.start, seg.row_end)
+
+
+def _logits(model: Transformer, hidden_TD: Tensor, wanted: Sequence[slice], rows: Rows, run: Run) -> list[Tensor]:
+    """Logits of each wanted slice. Few wanted rows of a sequence go row by row, whatever stands beside them."""
+    few = [w for w in wanted if w.stop - w.start <= SHORT_SEGMENT]
+    many = [w for w in wanted if w.stop - w.start > SHORT_SEGMENT]
+    index = torch.cat([torch.arange(w.start, w.stop) for w in (*few, *many)])
+    normed, logits = model.backbone.logits(hidden_TD[index], sum(w.stop - w.start for w in few), run)
+    if run.tap.active:
+        first = rows.segments[0].end - len(index)
+        run.tap("final_norm", normed, first)
+        logits = run.tap("logits", logits, first)
+    counts = [w.stop - w.start for w in (*few, *many)]
+    parts = dict(zip([w.start for w in (*few, *many)], logits.split(counts), strict=True))
+    return [parts[w.start] for w in wanted]

@@ -1,0 +1,199 @@
+"""The lightning indexer with hierarchical candidates (SPEC 5): which compressed groups each query reads.
+
+Scores are computed in tiles with a running Top-K, so nothing grows with (queries x context).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from rorqual.config import LayerRole, ModelConfig
+from rorqual.model.rope import rotate
+from rorqual.model.rows import Rows, Segment
+from rorqual.model.run import Carry, Run, padded
+from rorqual.model.weights import Scope
+
+# T rows, n rows of a segment, I index heads, D index dim, K top-k, G groups of a tile, B candidate blocks
+
+GROUP_TILE = 4096
+"""Groups scored at once."""
+ROW_TILE = 256
+"""Query rows scored at once; with GROUP_TILE it bounds the score tile at 4 MB."""
+
+
+class Indexer(nn.Module):
+    """Index queries, weights and Top-K of a Full or Reindex layer."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, scope: Scope) -> None:
+        super().__init__()
+        self.role = role
+        self.heads = config.index_n_heads
+        self.topk = config.index_topk
+        self.block = config.candidate_block_size
+        self.keep_blocks = config.candidate_topk_blocks
+        self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        self.last_source = config.decoder_start
+        self.wq_b = scope.weight("indexer.wq_b")
+        self.weights_proj = scope.weight("indexer.weights_proj")
+
+    def forward(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
+        """Top-K groups int64 [T, K], ascending, -1 padded; sets the carry's candidates on the candidate source."""
+        name = f"layers.{self.role.layer_id}"
+        q = run.linear(qr_TQ, self.wq_b, rows).unflatten(-1, (self.heads, -1))
+        q = run.numerics.round(rotate(q, rows.rotary.at(True)))
+        w = run.numerics.round(run.linear(x_TD, self.weights_proj, rows) * self.scale)
+        w = run.record(f"{name}.index_weights", w, rows)
+        pool = carry.candidates_TB if self.role.uses_candidates else None
+        chosen, blocks = [], []
+        for seg in rows.segments:
+            query = Query(self, seg, q[seg.rows], w[seg.rows], rows.positions_T[seg.rows], run)
+            if pool is not None:
+                chosen.append(query.from_pool(pool[seg.rows]))
+            else:
+                top, best_blocks = query.from_all(self.role.is_candidate_source)
+                chosen.append(top)
+                blocks.append(best_blocks)
+            if run.tap.active:
+                query.record(chosen[-1], None if pool is None else pool[seg.rows])
+        topk = torch.cat(chosen)
+        if self.role.is_candidate_source:
+            carry.candidates_TB = torch.cat(blocks)
+        if run.tap.active:
+            topk = run.record(f"{name}.topk_idxs", topk.to(torch.int32), rows).to(torch.int64)
+            self._record_candidates(rows, carry, run)
+        return topk
+
+    def _record_candidates(self, rows: Rows, carry: Carry, run: Run) -> None:
+        """The pool as a 0/1 mask over groups, as traces name it; an injected mask replaces the blocks."""
+        name = f"layers.{self.role.layer_id}.candidates"
+        if not self.role.is_candidate_source or carry.candidates_TB is None:
+            return
+        groups = rows.segments[0].end // self.role.ratio
+        mask = torch.zeros(len(rows), -(-groups // self.block) + 1, dtype=torch.uint8)
+        mask.scatter_(1, carry.candidates_TB.clamp_min(-1) % mask.shape[1], 1)
+        mask = mask[:, :-1].repeat_interleave(self.block, dim=1)[:, :groups]
+        given = run.record(name, mask, rows)
+        if given is not mask:
+            blocks = given[:, :: self.block].float().masked_fill(given[:, :: self.block] == 0, float("-inf"))
+            carry.candidates_TB = padded(run.ops.topk_lowest(blocks, self.keep_blocks), self.keep_blocks)
+
+
+class Query:
+    """The index queries of one segment against one source's keys."""
+
+    def __init__(self, indexer: Indexer, seg: Segment, q_nID: Tensor, w_nI: Tensor, at_n: Tensor, run: Run) -> None:
+        self.indexer = indexer
+        self.seg = seg
+        self.q, self.w, self.at, self.run = q_nID, w_nI, at_n, run
+        role = indexer.role
+        self.visible = (at_n + 1) // role.ratio
+        assert role.kv_source is not None
+        self.source = role.kv_source
+        if run.stale_decode and seg.end - seg.start == 1 and role.ratio > 1 and seg.end % role.ratio:
+            # The released code's defect (SPEC 5), behind its switch: keys of the last source, left by the last step.
+            self.source = indexer.last_source
+
+    def _row_tiles(self) -> Iterator[slice]:
+        for first in range(0, self.q.shape[0], ROW_TILE):
+            yield slice(first, min(first + ROW_TILE, self.q.shape[0]))
+
+    def _scores(self, rows: slice, groups: tuple[int, int]) -> Tensor:
+        kv = self.run.kv
+        return kv.index_scores(self.source, self.seg, self.q[rows], self.w[rows], groups, self.visible[rows])
+
+    def from_all(self, want_blocks: bool) -> tuple[Tensor, Tensor]:
+        """Top-K over every visible group, and the candidate blocks (empty unless wanted)."""
+        parts = [self._scan(rows, want_blocks) for rows in self._row_tiles()]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _scan(self, rows: slice, want_blocks: bool) -> tuple[Tensor, Tensor]:
+        ix, n = self.indexer, rows.stop - rows.start
+        best = Running(n, ix.topk, self.run)
+        blocks = Running(n, ix.keep_blocks if want_blocks else 0, self.run)
+        end = int(self.visible[rows].max())
+        tile = GROUP_TILE // ix.block * ix.block if want_blocks else GROUP_TILE
+        for g in range(0, end, tile):
+            scores = self._scores(rows, (g, min(g + tile, end)))
+            best.add(scores, g)
+            if want_blocks:
+                blocks.add(self._block_scores(scores, g, self.visible[rows]), g // ix.block)
+        return best.index(), blocks.index()
+
+    def _block_scores(self, scores_nG: Tensor, first: int, visible_n: Tensor) -> Tensor:
+        """Best visible group of every block; +inf for the block of the newest visible group."""
+        block = self.indexer.block
+        short = -scores_nG.shape[1] % block
+        scores = torch.nn.functional.pad(scores_nG, (0, short), value=float("-inf"))
+        best = scores.view(scores.shape[0], -1, block).amax(-1)
+        newest = torch.div(visible_n - 1, block, rounding_mode="floor") - first // block
+        pinned = (visible_n > 0) & (newest >= 0) & (newest < best.shape[1])
+        columns = torch.arange(best.shape[1])
+        return best.masked_fill(pinned[:, None] & (columns == newest[:, None]), float("inf"))
+
+    def from_pool(self, blocks_nB: Tensor) -> Tensor:
+        """Top-K over the candidate pool's visible groups: O(pool) a query, whatever the context."""
+        return torch.cat([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles()])
+
+    def _pool_tile(self, rows: slice, blocks_nB: Tensor) -> Tensor:
+        ix = self.indexer
+        at = blocks_nB[..., None] * ix.block + torch.arange(ix.block)
+        at = at.masked_fill((blocks_nB[..., None] < 0) | (at >= self.visible[rows][:, None, None]), -1).flatten(1)
+        kv = self.run.kv
+        scores = kv.index_scores_at(self.source, self.seg, self.q[rows], self.w[rows], at)
+        chosen = self.run.ops.topk_lowest(scores, min(ix.topk, scores.shape[1]))
+        picked = at.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, -1)
+        return padded(picked, ix.topk)
+
+    def record(self, topk_nK: Tensor, blocks_nB: Tensor | None) -> None:
+        """Full scores and margins, computed only when a trace asks for them."""
+        role, tap = self.indexer.role, self.run.tap
+        name = f"layers.{role.layer_id}"
+        wanted = [f"{name}.{t}" for t in ("index_score", "topk_margin", "candidate_margin")]
+        if not any(tap.wants(t) for t in wanted):
+            return
+        groups = self.seg.end // role.ratio
+        rows = self.q.shape[0]
+        scores = self._scores(slice(0, rows), (0, groups)) if groups else torch.zeros(rows, 0)
+        if role.is_candidate_source and groups:
+            best = self._block_scores(scores, 0, self.visible)
+            tap(wanted[2], margin(best, self.indexer.keep_blocks), self.seg.start)
+        elif role.is_candidate_source:
+            tap(wanted[2], torch.full((self.q.shape[0],), float("inf")), self.seg.start)
+        if blocks_nB is not None and groups:
+            inside = (torch.arange(groups)[None, None] // self.indexer.block == blocks_nB[..., None]).any(1)
+            scores = scores.masked_fill(~inside, float("-inf"))
+        tap(wanted[0], self.run.numerics.round(scores), self.seg.start)
+        tap(wanted[1], margin(scores, self.indexer.topk), self.seg.start)
+
+
+class Running:
+    """The k best of a growing row of scores, ties to the lowest index. Candidates stay in index order, so the tie rule
+    of `topk_lowest` on (kept | new) is the tie rule on the whole row."""
+
+    def __init__(self, rows: int, k: int, run: Run) -> None:
+        self.k = k
+        self.run = run
+        self.value = torch.full((rows, 0), float("-inf"))
+        self.at = torch.full((rows, 0), -1, dtype=torch.int64)
+
+    def add(self, scores_nG: Tensor, first: int) -> None:
+        columns = torch.arange(first, first + scores_nG.shape[1]).expand(scores_nG.shape[0], -1)
+        value, at = torch.cat((self.value, scores_nG), 1), torch.cat((self.at, columns), 1)
+        chosen = self.run.ops.topk_lowest(value, min(self.k, value.shape[1]))
+        absent = chosen < 0
+        self.value = value.gather(1, chosen.clamp_min(0)).masked_fill(absent, float("-inf"))
+        self.at = at.gather(1, chosen.clamp_min(0)).masked_fill(absent, -1)
+
+    def index(self) -> Tensor:
+        return padded(self.at, self.k)
+
+
+def margin(scores_nG: Tensor, k: int) -> Tensor:
+    """k-th minus (k+1)-th score of each row; inf where at most k are finite: nothing was close."""
+    if scores_nG.shape[1] <= k:
+        return torch.full((scores_nG.shape[0],), float("inf"))
+    top = scores_nG.float().topk(k + 1, dim=1).values
+    return torch.where(top[:, k] == float("-inf"), float("inf"), top[:, k - 1] - top[:, k])

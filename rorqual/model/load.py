@@ -1,0 +1,74 @@
+"""`rorqual.load`: a checkpoint folder becomes a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from rorqual.checkpoint.load import Checkpoint
+from rorqual.checkpoint.tokenizer import read_tokenizer
+from rorqual.config import ModelConfig
+from rorqual.errors import CheckpointError, InputError
+from rorqual.layout import PAGE_TOKENS
+from rorqual.model.ngram import compressed_token_map, identity_token_map
+from rorqual.model.numerics import Numerics
+from rorqual.model.transformer import Transformer
+from rorqual.ops.dispatch import Backend
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    numerics: str = "fp32",
+    device: str = "cpu",
+    page_tokens: int = PAGE_TOKENS,
+    kernels: str = "auto",
+) -> Transformer:
+    """Open a checkpoint in the release's layout and build its model; weights stay packed and memory-mapped.
+
+    Args:
+        path: folder with config.json (or inference_config.json), model.safetensors or shards with an index, and
+            tokenizer.json where text or Engram is used.
+        numerics: "fp32" (activations fp32) or "native" (bf16 activations, FP8 GEMM inputs).
+        device: "cpu".
+        page_tokens: tokens a page; a multiple of every ratio and of the candidate span.
+        kernels: "fast", "plain" (the torch twins), or "auto" (twins until the kernels are compiled).
+
+    Raises:
+        InputError, ConfigError, CheckpointError: one line that names the thing and the legal values.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise InputError(f"model: {folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
+    if device != "cpu":
+        raise InputError(f"device: {device!r} is not supported by this version; legal: cpu")
+    mode = Numerics(name=numerics)
+    backend = Backend(kernels)
+    config = ModelConfig.from_json(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = read_tokenizer(file) if file.exists() else None
+    token_map = engram_token_map(config, tokenizer, folder)
+    checkpoint = Checkpoint.open(folder, config)
+    scope = checkpoint.scope()
+    model = Transformer(config, scope, mode, backend, token_map, page_tokens)
+    checkpoint.assert_all_taken()
+    model.tokenizer = tokenizer
+    return model.eval().requires_grad_(False)
+
+
+def engram_token_map(config: ModelConfig, tokenizer: Tokenizer | None, folder: Path) -> torch.Tensor:
+    """Compressed ids (SPEC 8) from the tokenizer; the identity where there is none and the config says so."""
+    if not config.engram_layer_ids:
+        return torch.from_numpy(identity_token_map(config.vocab_size))
+    if tokenizer is None:
+        if config.engram_compressed_vocab_size != config.vocab_size:
+            raise CheckpointError(
+                f"{folder}: tokenizer.json is missing; Engram's compressed vocabulary of "
+                f"{config.engram_compressed_vocab_size} ids cannot be derived without it"
+            )
+        return torch.from_numpy(identity_token_map(config.vocab_size))
+    found = compressed_token_map(tokenizer, config.vocab_size, compressed_vocab=config.engram_compressed_vocab_size)
+    return torch.from_numpy(found)

@@ -1,0 +1,93 @@
+"""Mixture of experts: square-root-softplus routing, clamped SwiGLU, one shared expert (SPEC 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rorqual.config import ModelConfig
+from rorqual.formats.weights import DenseWeight
+from rorqual.model.rows import Rows
+from rorqual.model.run import Run
+from rorqual.model.weights import Scope
+from rorqual.ops.reference.experts import swiglu
+from rorqual.ops.rowwise import by_row
+
+# T rows, D hidden, E routed experts, k experts a token
+
+
+class MoE(nn.Module):
+    """Routed experts plus shared ones. Drafts have their own, narrower one and never use `bias_vl`."""
+
+    def __init__(self, config: ModelConfig, scope: Scope, *, experts: int, per_token: int, draft: bool = False) -> None:
+        super().__init__()
+        self.experts, self.per_token = experts, per_token
+        self.limit = config.swiglu_limit
+        self.scoring = config.scoring_func
+        self.temperature = config.gate_temp
+        self.normalise = config.norm_topk_prob and per_token > 1
+        self.scaling = config.routed_scaling_factor
+        self.bias_vl: Tensor | None = None
+        if experts:
+            self.gate = DenseWeight(scope.param("gate.weight"))
+            self.bias = scope.param("gate.bias")
+            bias_vl = scope.param("gate.bias_vl") if scope.has("gate.bias_vl") else None
+            self.bias_vl = None if draft else bias_vl
+            self.w1, self.w2, self.w3 = (
+                [scope.weight(f"experts.{e}.{name}") for e in range(experts)] for name in ("w1", "w2", "w3")
+            )
+        self.shared = (
+            [scope.weight(f"shared_experts.{name}") for name in ("w1", "w2", "w3")] if config.n_shared_experts else None
+        )
+
+    def forward(self, x_TD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
+        """Output [T, D] in the activation dtype; the sum over experts is fp32, rounded once."""
+        total = torch.zeros_like(x_TD, dtype=torch.float32)
+        if self.experts:
+            index, weight = self.route(x_TD, rows, run, name)
+            total = run.ops.experts(
+                x_TD.float(), index, weight, self.w1, self.w2, self.w3, self.limit, rows.short_rows, run.numerics.native
+            )
+        if self.shared is not None:
+            total = total + self._shared(x_TD, rows, run).float()
+        return run.numerics.round(total)
+
+    def route(self, x_TD: Tensor, rows: Rows, run: Run, name: str) -> tuple[Tensor, Tensor]:
+        """Experts int64 [T, k] in descending biased score (ties to the lowest id) and their weights fp32 [T, k]."""
+        logits = run.ops.linear(x_TD.float(), self.gate, rows.short_rows, False) / self.temperature
+        scores = by_row(lambda row: affinity(row, self.scoring), logits, rows.short_rows)
+        biased = scores + self.bias
+        if self.bias_vl is not None and rows.image_T is not None:
+            biased = torch.where(rows.image_T[:, None], scores + self.bias_vl, biased)
+        order = biased.sort(dim=-1, descending=True, stable=True)
+        index = order.indices[:, : self.per_token]
+        if run.tap.wants(f"{name}.moe_margin"):
+            last = self.per_token
+            gap = order.values[:, last - 1] - order.values[:, last] if last < self.experts else None
+            run.record(f"{name}.moe_margin", torch.full((len(rows),), torch.inf) if gap is None else gap, rows)
+        weight = scores.gather(1, index)
+        if self.normalise:
+            total = weight[:, 0]
+            for k in range(1, self.per_token):
+                total = total + weight[:, k]
+            weight = weight / (total + 1e-20)[:, None]
+        weight = weight * self.scaling
+        index = run.record(f"{name}.moe_indices", index.to(torch.int32), rows).to(torch.int64)
+        return index, run.record(f"{name}.moe_weights", weight, rows)
+
+    def _shared(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:
+        assert self.shared is not None
+        w1, w2, w3 = self.shared
+        g, u = run.linear(x_TD, w1, rows).float(), run.linear(x_TD, w3, rows).float()
+        gated = by_row(lambda gu: swiglu(gu[:, 0], gu[:, 1], self.limit), torch.stack((g, u), 1), rows.short_rows)
+        return run.linear(run.numerics.round(gated), w2, rows)
+
+
+def affinity(logits: Tensor, scoring: str) -> Tensor:
+    """Unbiased routing scores in fp32: sqrtsoftplus (the release), sigmoid or softmax."""
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    if scoring == "softmax":
+        return logits.softmax(dim=-1)
+    return F.softplus(logits).sqrt()

@@ -1,0 +1,65 @@
+"""What a layer needs besides its weights: ops, numerics, the KV store, the tap, and the typed carry between layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rorqual.formats.weights import Weight
+from rorqual.model.kv import KVStore
+from rorqual.model.numerics import Numerics
+from rorqual.model.rows import Rows
+from rorqual.model.tap import Tap
+from rorqual.ops.dispatch import Ops
+
+
+@dataclass(slots=True)
+class Carry:
+    """What one layer hands to later ones, for one forward (DESIGN 3).
+
+    topk_TK: int64 groups selected by the nearest index source, -1 padded. candidates_TB: int64 block ids kept by the
+    candidate source, -1 padded. hidden: layer id -> mean over the copies of the stream entering it (DSpark targets).
+    """
+
+    topk_TK: Tensor | None = None
+    candidates_TB: Tensor | None = None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One forward's constants. Nothing here outlives it."""
+
+    ops: Ops
+    numerics: Numerics
+    kv: KVStore
+    tap: Tap
+    stale_decode: bool = False
+
+    def linear(self, x_TK: Tensor, weight: Weight, rows: Rows, *, quantise_input: bool = True) -> Tensor:
+        """x W^T in the activation dtype: one rounding of the output in native (SPEC 3).
+
+        quantise_input: False for Wo_a, stored FP8 but used as bf16 with no rounding of its input.
+        """
+        native = self.numerics.native and quantise_input
+        return self.numerics.round(self.ops.linear(x_TK.float(), weight, rows.short_rows, native))
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension, rounded once."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self.ops.rms_norm(flat, weight, eps, self.numerics.native).view(x.shape)
+
+    def record(self, name: str, value: Tensor, rows: Rows) -> Tensor:
+        """Tap a tensor whose rows are the run's rows."""
+        tap = self.tap
+        return tap(name, value, rows.first) if tap.active else value
+
+
+def padded(index: Tensor, width: int) -> Tensor:
+    """index [T, k] with -1 columns appended up to `width`."""
+    if index.shape[1] == width:
+        return index
+    fill = torch.full((index.shape[0], width - index.shape[1]), -1, dtype=index.dtype)
+    return torch.cat((index, fill), dim=1)

@@ -1,0 +1,1 @@
+"""Numba twins of the plain ops, bit-identical where the plain op's order of sums is fixed."""

@@ -1,0 +1,225 @@
+"""Entries of pages to fp32 inside Numba kernels, for the three scaled formats, in vectors or in plain loops.
+
+A kernel sees a region as (pool, geometry, table): the pool flattened to bytes, six numbers, the block table. Values are
+exact: an element times its scale has few bits. So both ways give the bits of `formats.codec.dequantize`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rorqual.formats.fp4 import E2M1_BY_BYTE
+from rorqual.formats.fp8 import E4M3_BY_BYTE, E8M0_BY_BYTE
+from rorqual.formats.spec import E2M1_E4M3_16, E2M1_E8M0_32, E4M3_E8M0_32, NumberFormat
+from rorqual.ops.fast.kernel import inlined
+from rorqual.ops.fast.vectors import (
+    ARRAY,
+    F32,
+    I8,
+    I32,
+    LANES,
+    VECTOR_F32,
+    VECTOR_I8,
+    VECTOR_I32,
+    ahead,
+    call,
+    const,
+    instruction,
+    load_at,
+    multiply,
+    pick,
+    splat,
+    store,
+    store_at,
+)
+from rorqual.ops.paged import PagedRegion
+
+Array = NDArray[Any]
+
+DECODED: tuple[NumberFormat, ...] = (E2M1_E4M3_16, E2M1_E8M0_32, E4M3_E8M0_32)
+"""Formats that kernels read; the others go through the plain ops."""
+
+PAIRS, E4M3 = E2M1_BY_BYTE.numpy(), E4M3_BY_BYTE.numpy()
+E8M0 = E8M0_BY_BYTE.numpy()
+E2M1_VALUES = tuple(PAIRS[:16, 0].tolist())
+BLOCK = 32
+"""Elements decoded together; kernels that use vectors want widths that are a multiple."""
+
+# The numbers of `geometry`.
+_BYTES = ir.VectorType(I8, 64)
+
+PAGE_BYTES, CODES_OFFSET, CODE_BYTES, SCALES_OFFSET, SCALE_BYTES, ENTRIES, IS_E2M1, GROUP = range(8)
+
+
+def region_arrays(region: PagedRegion, block_table: Tensor) -> tuple[Array, Array, Array, Array]:
+    """(pool bytes, geometry, table, scale table) of a region in one of the `DECODED` formats."""
+    geometry = np.array(
+        (
+            region.pool.shape[1],
+            region.codes_offset,
+            region.code_bytes,
+            region.scales_offset,
+            region.scale_bytes,
+            region.entries,
+            region.fmt.value == "e2m1",
+            region.fmt.group,
+        ),
+        dtype=np.int64,
+    )
+    scales = E4M3 if region.fmt.scale == "e4m3" else E8M0
+    return region.pool.numpy().reshape(-1), geometry, block_table.contiguous().numpy(), scales
+
+
+@inlined
+def locate(geometry, table, group):  # type: ignore[no-untyped-def]
+    """First byte of the codes, and of the scales, of a group. The caller has checked that it is in the table."""
+    page = group // geometry[ENTRIES]
+    return locate_slot(geometry, table[page], group - page * geometry[ENTRIES])
+
+
+@inlined
+def locate_slot(geometry, page_id, slot):  # type: ignore[no-untyped-def]
+    """`locate` by page id and row of the page."""
+    start = page_id * geometry[PAGE_BYTES]
+    codes = start + geometry[CODES_OFFSET] + slot * geometry[CODE_BYTES]
+    return codes, start + geometry[SCALES_OFFSET] + slot * geometry[SCALE_BYTES]
+
+
+def _with_sign(builder: Any, magnitude: Any, code: Any, sign_bit: int) -> Any:
+    """fp32 from the bits of a magnitude and the sign bit of a code."""
+    sign = builder.shl(builder.and_(code, const(VECTOR_I32, 1 << sign_bit)), const(VECTOR_I32, 31 - sign_bit))
+    return builder.bitcast(builder.or_(magnitude, sign), VECTOR_F32)
+
+
+def _e2m1_value(builder: Any, code: Any) -> Any:
+    """Codes 0..15 to fp32: exponent and mantissa moved to their places, 0 and 0.5 apart. The sign of zero is kept."""
+    magnitude = builder.and_(code, const(VECTOR_I32, 7))
+    bits = builder.add(builder.shl(magnitude, const(VECTOR_I32, 22)), const(VECTOR_I32, 126 << 23))
+    bits = builder.select(builder.icmp_unsigned("==", magnitude, const(VECTOR_I32, 1)), const(VECTOR_I32, 126 << 23), bits)
+    bits = builder.select(builder.icmp_unsigned("==", magnitude, const(VECTOR_I32, 0)), const(VECTOR_I32, 0), bits)
+    return _with_sign(builder, bits, code, 3)
+
+
+@instruction(types.UniTuple(F32, 2), ARRAY, types.intp)
+def e2m1_block(builder: Any, data: Any, offset: Any) -> Any:
+    """32 elements, unscaled and in order, from 16 bytes."""
+    packed = load_at(builder, data, offset, VECTOR_I8)
+    low, high = builder.and_(packed, const(VECTOR_I8, 15)), builder.lshr(packed, const(VECTOR_I8, 4))
+    pair = ir.Constant(ir.ArrayType(VECTOR_F32, 2), ir.Undefined)
+    for half in range(2):
+        order = [half * 8 + lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
+        code = builder.zext(builder.shuffle_vector(low, high, pick(order)), VECTOR_I32)
+        pair = builder.insert_value(pair, _e2m1_value(builder, code), half)
+    return pair
+
+
+@instruction(F32, ARRAY, types.intp)
+def e4m3_vector(builder: Any, data: Any, offset: Any) -> Any:
+    """16 unscaled elements from 16 bytes; the two NaN codes give NaN."""
+    code = builder.zext(load_at(builder, data, offset, VECTOR_I8), VECTOR_I32)
+    magnitude = builder.and_(code, const(VECTOR_I32, 127))
+    bits = builder.add(builder.shl(magnitude, const(VECTOR_I32, 20)), const(VECTOR_I32, 120 << 23))
+    small = builder.fmul(builder.sitofp(magnitude, VECTOR_F32), const(VECTOR_F32, 2.0**-9))
+    is_small = builder.icmp_unsigned("<", magnitude, const(VECTOR_I32, 8))
+    bits = builder.select(is_small, builder.bitcast(small, VECTOR_I32), bits)
+    is_nan = builder.icmp_unsigned("==", magnitude, const(VECTOR_I32, 127))
+    bits = builder.select(is_nan, const(VECTOR_I32, 0x7FC00000), bits)
+    return _with_sign(builder, bits, code, 7)
+
+
+@instruction(types.void, ARRAY, types.intp, ARRAY, types.intp)
+def e2m1_bytes(builder: Any, data: Any, offset: Any, out: Any, at: Any) -> None:
+    """16 bytes to 32 unsigned bytes 2 v + 12 (x86 only): first the even elements, then the odd ones."""
+    table = ir.Constant(VECTOR_I8, [int(2 * value) + 12 for value in E2M1_VALUES])
+    packed = load_at(builder, data, offset, VECTOR_I8)
+    even, odd = builder.and_(packed, const(VECTOR_I8, 15)), builder.lshr(packed, const(VECTOR_I8, 4))
+    for half, code in enumerate((even, odd)):
+        store_at(builder, call(builder, "llvm.x86.ssse3.pshuf.b.128", VECTOR_I8, table, code), out, ahead(builder, at, LANES, half))
+
+
+@instruction(types.void, ARRAY, types.intp, types.intp, ARRAY, ARRAY, types.intp, types.intp)
+def e2m1_query_bytes(
+    builder: Any, data: Any, at: Any, head_stride: Any, q: Any, corrections: Any, q_at: Any, correction_at: Any
+) -> None:
+    """One block of 32 channels of sixteen heads, as `tiles.dot_bytes` wants its columns (x86 only).
+
+    From 16 bytes a head: signed bytes 2 v in 8 steps of 16 heads x 4 bytes, in the order of `e2m1_bytes`, and int32
+    corrections [16] of -12 sum 2 v.
+    """
+    table = ir.Constant(_BYTES, [int(2 * value) for value in E2M1_VALUES] * 4)
+    total = const(VECTOR_I32, 0)
+    for step in range(4):
+        words = ir.Constant(VECTOR_I32, ir.Undefined)
+        for head in range(LANES):
+            word = load_at(builder, data, ahead(builder, ahead(builder, at, head_stride, head), 4, step), I32)
+            words = builder.insert_element(words, word, I32(head))
+        low = builder.and_(words, const(VECTOR_I32, 0x0F0F0F0F))
+        high = builder.and_(builder.lshr(words, const(VECTOR_I32, 4)), const(VECTOR_I32, 0x0F0F0F0F))
+        for half, codes in enumerate((low, high)):
+            values = call(builder, "llvm.x86.avx512.pshuf.b.512", _BYTES, table, builder.bitcast(codes, _BYTES))
+            store_at(builder, values, q, ahead(builder, q_at, 64, half * 4 + step))
+            twelve = const(VECTOR_I32, 0x0C0C0C0C)
+            values = builder.bitcast(values, VECTOR_I32)
+            total = call(builder, "llvm.x86.avx512.vpdpbusd.512", VECTOR_I32, total, twelve, values)
+    store_at(builder, builder.neg(total), corrections, correction_at)
+
+
+@inlined
+def decode_row(pool, codes, scales, geometry, scale_table, width, out, at):  # type: ignore[no-untyped-def]
+    """One entry to fp32 out[at .. at + width], in vectors; width is a multiple of 32."""
+    if geometry[IS_E2M1]:
+        # Two scales a block of 32: neighbours when the group is 16, one and the same when it is 32.
+        shift = 1 if geometry[GROUP] == LANES else 0
+        for block in range(width // BLOCK):
+            first, second = e2m1_block(pool, codes + block * LANES)
+            first_scale = scale_table[pool[scales + (block << shift)]]
+            second_scale = scale_table[pool[scales + (block << shift) + shift]]
+            store(out, at + block * BLOCK, multiply(first, splat(first_scale)))
+            store(out, at + block * BLOCK + LANES, multiply(second, splat(second_scale)))
+    else:
+        for block in range(width // BLOCK):
+            scale = splat(scale_table[pool[scales + block]])
+            for half in range(2):
+                start = block * BLOCK + half * LANES
+                store(out, at + start, multiply(e4m3_vector(pool, codes + start), scale))
+
+
+@inlined
+def decode_row_plain(pool, codes, scales, geometry, scale_table, width, out, at):  # type: ignore[no-untyped-def]
+    """`decode_row` in plain loops, for any width."""
+    group = geometry[GROUP]
+    for g in range(width // group):
+        scale = scale_table[pool[scales + g]]
+        if geometry[IS_E2M1]:
+            for j in range(g * group // 2, (g + 1) * group // 2):
+                byte = pool[codes + j]
+                out[at + 2 * j] = PAIRS[byte, 0] * scale
+                out[at + 2 * j + 1] = PAIRS[byte, 1] * scale
+        else:
+            for j in range(g * group, (g + 1) * group):
+                out[at + j] = E4M3[pool[codes + j]] * scale
+
+
+def check_pages(region: PagedRegion, block_table: Tensor, index: Tensor) -> None:
+    """Raise IndexError for an index or a page that kernels, which check no bounds, may not follow; -1 is allowed."""
+    if index.numel():
+        low, high = (int(edge) for edge in index.aminmax())
+        check_groups(region, block_table, min(low + 1, 0), high + 1)
+
+
+def check_groups(region: PagedRegion, block_table: Tensor, group0: int, group1: int) -> None:
+    """As `check_pages` for groups [group0, group1)."""
+    if group1 <= group0:
+        return
+    limit = block_table.shape[0] * region.entries
+    if group0 < 0 or group1 > limit:
+        raise IndexError(f"groups [{group0}, {group1}) leave [0, {limit}), what the block table holds")
+    low, high = (int(edge) for edge in block_table[group0 // region.entries : -(-group1 // region.entries)].aminmax())
+    if low < 0 or high >= region.pool.shape[0]:
+        raise IndexError(f"pages {low}..{high} leave [0, {region.pool.shape[0]}), the pool")

@@ -1,0 +1,213 @@
+"""Numba twin of `rorqual.ops.reference.experts`: (row, slot) pairs sorted by expert, each expert's weights read once.
+
+Rows that must not depend on their neighbours go through the row kernel of `linear`; so do other rows of an expert that
+few rows chose. An expert with many rows expands its weights in tiles for a GEMM. Long calls are cut into passes whose
+intermediate values fit PASS_BYTES.
+
+T rows, k slots a row, P pairs, J experts that were chosen, I expert width, D inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from rorqual.formats.codec import check_finite
+from rorqual.formats.spec import E4M3_E8M0_32
+from rorqual.formats.weights import TILE, Weight
+from rorqual.ops.cpu import Path
+from rorqual.ops.fast.kernel import kernel
+from rorqual.ops.fast.linear import (
+    FP32,
+    GEMM_ROWS,
+    Array,
+    kind_of,
+    multiply_rows,
+    multiply_tiles,
+    pack_row,
+    pack_rows,
+    part,
+    parts_of,
+    refuse_gradients,
+)
+
+PASS_BYTES = 128 << 20
+"""Intermediate values held at once."""
+
+_F32, _U32 = np.float32, np.uint32
+
+
+@part
+def _round_bf16(value: Any) -> Any:
+    u = _F32(value).view(np.uint32)
+    return _U32((u + _U32(0x7FFF) + ((u >> _U32(16)) & _U32(1))) & _U32(0xFFFF0000)).view(np.float32)
+
+
+@kernel(
+    "void(float32[:, ::1], float32[::1], float32, boolean, boolean, boolean, float32[:, ::1], boolean[::1], int64)",
+    parallel=True,
+)
+def _activate(
+    gate_up_QI: Any,
+    weight_P: Any,
+    limit: Any,
+    native: Any,
+    paired: Any,
+    quantise: Any,
+    hidden_PI: Any,
+    finite_P: Any,
+    parts: Any,
+) -> None:
+    """silu(gate) * up * weight, packed for w2; rows of gate_up are P gates, then P ups."""
+    pairs = weight_P.shape[0]
+    for share in prange(parts):
+        row_I = np.empty(gate_up_QI.shape[1], np.float32)
+        for p in range(pairs * share // parts, pairs * (share + 1) // parts):
+            for i in range(row_I.shape[0]):
+                gate, up = gate_up_QI[p, i], gate_up_QI[pairs + p, i]
+                if native:
+                    gate, up = _round_bf16(gate), _round_bf16(up)
+                if limit > 0:
+                    gate = limit if gate > limit else gate
+                    up = limit if up > limit else (-limit if up < -limit else up)
+                value = gate / (_F32(1) + math.exp(-gate)) * up * weight_P[p]
+                row_I[i] = _round_bf16(value) if native else value
+            finite_P[p] = pack_row(row_I, paired, quantise, hidden_PI[p])
+
+
+@kernel("void(float32[:, ::1], int64[:, ::1], boolean, float32[:, ::1], int64)", parallel=True)
+def _combine(y_PD: Any, pair_Tk: Any, native: Any, out_TD: Any, parts: Any) -> None:
+    """out[t] = sum over slots, from the first, of y[pair_Tk[t, slot]]."""
+    for share in prange(parts):
+        for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
+            for i in range(out_TD.shape[1]):
+                total = _F32(0)
+                for slot in range(pair_Tk.shape[1]):
+                    y = y_PD[pair_Tk[t, slot], i]
+                    total += _round_bf16(y) if native else y
+                out_TD[t, i] = total
+
+
+KERNELS = (_activate, _combine)
+
+
+def experts(
+    x_TK: Tensor,
+    expert_index_Tk: Tensor,
+    routing_weight_Tk: Tensor,
+    w1: Sequence[Weight],
+    w2: Sequence[Weight],
+    w3: Sequence[Weight],
+    limit: float,
+    short_rows: int,
+    native: bool,
+    *,
+    path: Path | None = None,
+) -> Tensor:
+    """As the plain `experts`, without gradients. All experts have one kind and shape. `path` as in `linear`."""
+    refuse_gradients(x_TK, routing_weight_Tk)
+    layer = _Layer(w1=w1, w2=w2, w3=w3, limit=limit, native=native, path=path)
+    x = pack_rows(x_TK, kind_of(w1[0]), native and kind_of(w1[0]).scale_rows > 0)
+    index_Tk = expert_index_Tk.contiguous().numpy()
+    weight_Tk = routing_weight_Tk.detach().to(torch.float32).contiguous().numpy()
+    out_TD = torch.empty(x_TK.shape[0], w2[0].shape[0])
+    for rows, alone in _passes(x_TK.shape[0], short_rows, layer.pair_bytes() * index_Tk.shape[1]):
+        layer.run(x[rows], index_Tk[rows], weight_Tk[rows], out_TD[rows].numpy(), GEMM_ROWS if not alone else None)
+    return out_TD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """Pairs sorted by expert: expert experts[j] has pairs [first[j], last[j])."""
+
+    experts: Array
+    first: Array
+    last: Array
+    order: Array
+    """Sorted position -> pair, counted row by row."""
+
+    @classmethod
+    def of(cls, index_Tk: Array) -> _Group:
+        order = index_Tk.reshape(-1).argsort(kind="stable")
+        chosen, first = np.unique(index_Tk.reshape(-1)[order], return_index=True)
+        return cls(experts=chosen, first=first, last=np.append(first[1:], len(order)), order=order)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    w1: Sequence[Weight]
+    w2: Sequence[Weight]
+    w3: Sequence[Weight]
+    limit: float
+    native: bool
+    path: Path | None
+
+    def pair_bytes(self) -> int:
+        """Of one pair's gate, up, hidden and output."""
+        return 4 * (2 * self.w1[0].shape[0] + sum(self.w2[0].shape) + TILE)
+
+    def run(self, x: Array, index_Tk: Array, weight_Tk: Array, out_TD: Array, gemm_rows: int | None) -> None:
+        """One pass. Experts with at least `gemm_rows` pairs use a GEMM; None: no expert does."""
+        group, slots = _Group.of(index_Tk), index_Tk.shape[1]
+        pairs, width = index_Tk.size, self.w1[0].shape[0]
+        gate_up = np.empty((2 * pairs, width), np.float32)
+        both = _Group(
+            experts=np.append(group.experts, group.experts + len(self.w1)),
+            first=np.append(group.first, group.first + pairs),
+            last=np.append(group.last, group.last + pairs),
+            order=np.append(group.order, group.order),
+        )
+        self._multiply([*self.w1, *self.w3], both, x, both.order // slots, gate_up, gemm_rows)
+        hidden = self._activate(gate_up, weight_Tk.reshape(-1)[group.order])
+        y = np.empty((pairs, out_TD.shape[1]), np.float32)
+        self._multiply(self.w2, group, hidden, np.arange(pairs), y, gemm_rows)
+        place = np.empty(pairs, np.int64)
+        place[group.order] = np.arange(pairs)
+        parts = parts_of(y.size)
+        _combine(y, place.reshape(index_Tk.shape), self.native, out_TD, parts, tasks=parts)
+
+    def _multiply(
+        self, weights: Sequence[Weight], group: _Group, x: Array, row_P: Array, y: Array, gemm_rows: int | None
+    ) -> None:
+        many = group.last - group.first >= gemm_rows if gemm_rows else np.zeros(len(group.first), np.bool_)
+        for expert, first, last in zip(group.experts[many], group.first[many], group.last[many], strict=True):
+            rows = torch.from_numpy(x[row_P[first:last]])
+            multiply_tiles(weights[expert], rows, torch.from_numpy(y[first:last]), self.path)
+        few = [weights[expert] for expert in group.experts[~many]]
+        if few:
+            multiply_rows(few, x, row_P, group.first[~many], group.last[~many], y, self.path)
+
+    def _activate(self, gate_up: Array, weight_P: Array) -> Array:
+        kind, (pairs, width) = kind_of(self.w2[0]), (len(weight_P), gate_up.shape[1])
+        hidden, finite = np.zeros((pairs, width + -width % TILE), np.float32), np.ones(pairs, np.bool_)
+        quantise, parts = self.native and kind.scale_rows > 0, parts_of(gate_up.size)
+        _activate(
+            gate_up,
+            weight_P,
+            _F32(self.limit),
+            self.native,
+            kind is not FP32,
+            quantise,
+            hidden,
+            finite,
+            parts,
+            tasks=parts,
+        )
+        if not finite.all():
+            check_finite(torch.from_numpy(hidden[~finite]), E4M3_E8M0_32)
+        return hidden
+
+
+def _passes(rows: int, short_rows: int, row_bytes: int) -> Iterator[tuple[slice, bool]]:
+    """Cuts of [0, rows), and whether all of a cut's rows are short ones."""
+    most = max(1, PASS_BYTES // row_bytes)
+    for start, end, alone in ((0, min(short_rows, rows), True), (min(short_rows, rows), rows, False)):
+        for first in range(start, end, most):
+            yield slice(first, min(first + most, end)), alone

@@ -1,0 +1,319 @@
+"""Register-blocked products for Numba kernels.
+
+A tile is rows x vecs vectors of sixteen columns (vector v of row r stands at r * vecs + v of a tuple): a block of a
+matrix product, accumulated in registers. Adding an outer product to it loads `vecs` vectors and broadcasts `rows`
+scalars for rows * vecs multiply-adds.
+
+Every element is one chain of multiply-adds along k, from zero or from what stood there. Its bits depend on its own row
+and column alone, not on the tile's shape nor on its place in a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from rorqual.ops.cpu import features
+from rorqual.ops.fast.kernel import inlined
+from rorqual.ops.fast.vectors import (
+    ARRAY,
+    F32,
+    I32,
+    LANES,
+    S32,
+    VECTOR_F32,
+    VECTOR_I32,
+    ahead,
+    broadcast,
+    call,
+    emit_fma,
+    emit_relu,
+    emit_round_bf16,
+    instruction,
+    load_at,
+    pick,
+    store_at,
+)
+
+# Accumulators, column vectors and one broadcast fill at most 32 registers of AVX512, or 16 of half the width of AVX2.
+_WIDE = "avx512f" in features()
+TILE_ROWS = 8 if _WIDE else 6
+TILE_VECS = 2 if _WIDE else 1
+DEPTH = 128
+"""Steps of k that `product` takes with all tiles before it goes on: what they share then stays in the first cache."""
+
+
+def zeros(rows: int, vecs: int) -> Any:
+    """Instruction () -> tile of zeros."""
+
+    @instruction(types.UniTuple(F32, rows * vecs))
+    def tile_zeros(builder: Any) -> Any:
+        return ir.Constant(ir.ArrayType(VECTOR_F32, rows * vecs), None)
+
+    return tile_zeros
+
+
+def read(rows: int, vecs: int) -> Any:
+    """Instruction (data, at, row_stride) -> tile; its vectors are neighbours in a row."""
+
+    @instruction(types.UniTuple(F32, rows * vecs), ARRAY, types.intp, types.intp)
+    def tile_read(builder: Any, data: Any, at: Any, row_stride: Any) -> Any:
+        tile = ir.Constant(ir.ArrayType(VECTOR_F32, rows * vecs), ir.Undefined)
+        for r in range(rows):
+            row_at = ahead(builder, at, row_stride, r)
+            for v in range(vecs):
+                vector = load_at(builder, data, ahead(builder, row_at, LANES, v), VECTOR_F32)
+                tile = builder.insert_value(tile, vector, r * vecs + v)
+        return tile
+
+    return tile_read
+
+
+def write(rows: int, vecs: int) -> Any:
+    """Instruction (tile, data, at, row_stride): inverse of `read`."""
+
+    @instruction(types.void, types.UniTuple(F32, rows * vecs), ARRAY, types.intp, types.intp)
+    def tile_write(builder: Any, tile: Any, data: Any, at: Any, row_stride: Any) -> None:
+        for r in range(rows):
+            row_at = ahead(builder, at, row_stride, r)
+            for v in range(vecs):
+                vector = builder.extract_value(tile, r * vecs + v)
+                store_at(builder, vector, data, ahead(builder, row_at, LANES, v))
+
+    return tile_write
+
+
+def multiply_add(rows: int, vecs: int) -> Any:
+    """Instruction (tile, a, a_at, a_row, b, b_at, b_vec) -> tile plus an outer product.
+
+    tile[r, v] + a[a_at + r * a_row] * b[b_at + v * b_vec ..+16], each rounded once.
+    """
+    tile_type = types.UniTuple(F32, rows * vecs)
+
+    @instruction(tile_type, tile_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
+    def tile_multiply_add(builder: Any, tile: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any) -> Any:
+        columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_F32) for v in range(vecs)]
+        for r in range(rows):
+            scalar = load_at(builder, a, ahead(builder, a_at, a_row, r), a.type.pointee)
+            row = broadcast(builder, scalar, VECTOR_F32)
+            for v in range(vecs):
+                at = r * vecs + v
+                total = emit_fma(builder, row, columns[v], builder.extract_value(tile, at))
+                tile = builder.insert_value(tile, total, at)
+        return tile
+
+    return tile_multiply_add
+
+
+def plus(rows: int, vecs: int) -> Any:
+    """Instruction (tile, tile) -> their sum."""
+    tile_type = types.UniTuple(F32, rows * vecs)
+
+    @instruction(tile_type, tile_type, tile_type)
+    def tile_plus(builder: Any, x: Any, y: Any) -> Any:
+        for i in range(rows * vecs):
+            x = builder.insert_value(x, builder.fadd(builder.extract_value(x, i), builder.extract_value(y, i)), i)
+        return x
+
+    return tile_plus
+
+
+def weigh(rows: int, vecs: int) -> Any:
+    """Instruction (lanes, dots, w, w_at, native) -> lanes [rows x 1] plus relu(dots) * w over the columns in order.
+
+    native: dots and products are rounded to bf16 (SPEC 3); w is taken as it is.
+    """
+    lanes_type, dots_type = types.UniTuple(F32, rows), types.UniTuple(F32, rows * vecs)
+
+    @instruction(lanes_type, lanes_type, dots_type, ARRAY, types.intp, types.boolean)
+    def tile_weigh(builder: Any, lanes: Any, dots: Any, w: Any, w_at: Any, native: Any) -> Any:
+        weights = [load_at(builder, w, ahead(builder, w_at, LANES, v), VECTOR_F32) for v in range(vecs)]
+
+        def weighed(rounded: Callable[[Any], Any]) -> Any:
+            result = lanes
+            for r in range(rows):
+                total = builder.extract_value(lanes, r)
+                for v in range(vecs):
+                    dot = rounded(builder.extract_value(dots, r * vecs + v))
+                    product = rounded(builder.fmul(emit_relu(builder, dot), weights[v]))
+                    total = builder.fadd(total, product)
+                result = builder.insert_value(result, total, r)
+            return result
+
+        return _either(builder, native, lambda: weighed(partial(emit_round_bf16, builder)), lambda: weighed(lambda x: x))
+
+    return tile_weigh
+
+
+def write_lane_sums(rows: int) -> Any:
+    """Instruction (lanes, data, at, native): the sum of each row's sixteen lanes, as bf16 where native.
+
+    Lanes 8 apart are added first, then 4, 2, 1. Rows are folded into one another on the way, so that eight of them cost
+    little more than one.
+    """
+    assert rows <= LANES
+
+    @instruction(types.void, types.UniTuple(F32, rows), ARRAY, types.intp, types.boolean)
+    def tile_write_lane_sums(builder: Any, lanes: Any, data: Any, at: Any, native: Any) -> None:
+        vectors = [builder.extract_value(lanes, r) for r in range(rows)]
+        for half in (8, 4, 2, 1):
+            vectors = [_folded(builder, vectors[i : i + 2], half) for i in range(0, len(vectors), 2)]
+        total = builder.select(native, emit_round_bf16(builder, vectors[0]), vectors[0])
+        store_at(builder, builder.shuffle_vector(total, total, pick(list(range(rows)))), data, at)
+
+    return tile_write_lane_sums
+
+
+def _folded(builder: Any, vectors: list[Any], half: int) -> Any:
+    """One or two vectors of segments of 2 x half lanes to one of segments of half, the two halves of each added."""
+    starts = [start + (LANES if second else 0) for second in (0, 1) for start in range(0, LANES, 2 * half)]
+    first, last = vectors[0], vectors[-1]
+    low = pick([start + lane for start in starts for lane in range(half)])
+    high = pick([start + half + lane for start in starts for lane in range(half)])
+    return builder.fadd(builder.shuffle_vector(first, last, low), builder.shuffle_vector(first, last, high))
+
+
+def _either(builder: Any, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """The value of one of two emitted branches."""
+    with builder.if_else(condition) as (if_true, if_false):
+        with if_true:
+            true_value, true_end = then(), builder.block
+        with if_false:
+            false_value, false_end = otherwise(), builder.block
+    merged = builder.phi(true_value.type)
+    merged.add_incoming(true_value, true_end)
+    merged.add_incoming(false_value, false_end)
+    return merged
+
+
+def integer_rows(rows: int, vecs: int) -> Any:
+    """Instruction (data, at, vec_stride) -> int32 tile whose rows are all the same vectors."""
+
+    @instruction(types.UniTuple(S32, rows * vecs), ARRAY, types.intp, types.intp)
+    def tile_integer_rows(builder: Any, data: Any, at: Any, vec_stride: Any) -> Any:
+        tile = ir.Constant(ir.ArrayType(VECTOR_I32, rows * vecs), ir.Undefined)
+        for v in range(vecs):
+            vector = load_at(builder, data, ahead(builder, at, vec_stride, v), VECTOR_I32)
+            for r in range(rows):
+                tile = builder.insert_value(tile, vector, r * vecs + v)
+        return tile
+
+    return tile_integer_rows
+
+
+def dot_bytes(rows: int, vecs: int) -> Any:
+    """Instruction (tile, a, a_at, a_row, b, b_at, b_vec) -> int32 tile plus products of four bytes each (`vpdpbusd`).
+
+    a holds unsigned bytes, four of a row from a_at + r * a_row; b signed ones, four of each of sixteen columns from
+    b_at + v * b_vec.
+    """
+    tile_type = types.UniTuple(S32, rows * vecs)
+
+    @instruction(tile_type, tile_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
+    def tile_dot_bytes(builder: Any, tile: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any) -> Any:
+        columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_I32) for v in range(vecs)]
+        for r in range(rows):
+            row = broadcast(builder, load_at(builder, a, ahead(builder, a_at, a_row, r), I32), VECTOR_I32)
+            for v in range(vecs):
+                total = builder.extract_value(tile, r * vecs + v)
+                total = call(builder, "llvm.x86.avx512.vpdpbusd.512", VECTOR_I32, total, row, columns[v])
+                tile = builder.insert_value(tile, total, r * vecs + v)
+        return tile
+
+    return tile_dot_bytes
+
+
+def add_scaled(rows: int, vecs: int) -> Any:
+    """Instruction (tile, dots, a, a_at, a_row, b, b_at, b_vec) -> tile plus int32 dots * (a[row] * b[column])."""
+    tile_type, dots_type = types.UniTuple(F32, rows * vecs), types.UniTuple(S32, rows * vecs)
+
+    @instruction(tile_type, tile_type, dots_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
+    def tile_add_scaled(
+        builder: Any, tile: Any, dots: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any
+    ) -> Any:
+        columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_F32) for v in range(vecs)]
+        for r in range(rows):
+            row = broadcast(builder, load_at(builder, a, ahead(builder, a_at, a_row, r), a.type.pointee), VECTOR_F32)
+            for v in range(vecs):
+                at = r * vecs + v
+                value = builder.sitofp(builder.extract_value(dots, at), VECTOR_F32)
+                scale = builder.fmul(row, columns[v])
+                tile = builder.insert_value(tile, emit_fma(builder, value, scale, builder.extract_value(tile, at)), at)
+        return tile
+
+    return tile_add_scaled
+
+
+def _product(rows: int, vecs: int) -> Any:
+    """Kernel part: one tile of a product, see `product`."""
+    tile_zeros, tile_read, tile_write = zeros(rows, vecs), read(rows, vecs), write(rows, vecs)
+    tile_multiply_add = multiply_add(rows, vecs)
+
+    @inlined
+    def tile_product(a, a_at, a_row, a_k, b, b_at, b_k, b_vec, count, out, out_at, out_row, onto):  # type: ignore[no-untyped-def]
+        tile = tile_read(out, out_at, out_row) if onto else tile_zeros()
+        for _ in range(count):
+            tile = tile_multiply_add(tile, a, a_at, a_row, b, b_at, b_vec)
+            a_at += a_k
+            b_at += b_k
+        tile_write(tile, out, out_at, out_row)
+
+    return tile_product
+
+
+_wide, _narrow = _product(TILE_ROWS, TILE_VECS), _product(TILE_ROWS, 1)
+_row_wide, _row_narrow = _product(1, TILE_VECS), _product(1, 1)
+
+
+@inlined
+def product(a, a_at, a_row, a_k, rows, b, b_at, b_k, b_vec, vecs, count, out, out_at, out_row, onto):  # type: ignore[no-untyped-def]
+    """out[r, 16 v ..] (+)= sum over k of a[r, k] * b[k, 16 v ..] for r < rows, v < vecs, k < count.
+
+    a[r, k] stands at a_at + r * a_row + k * a_k; vector v of b's row k at b_at + k * b_k + v * b_vec; vector v of
+    out's row r at out_at + r * out_row + 16 v. `onto` adds to what out holds, going on with its chains.
+    """
+    k = 0
+    while k == 0 or k < count:
+        depth = min(DEPTH, count - k)
+        v = 0
+        while v < vecs:
+            wide = v + TILE_VECS <= vecs
+            b_v, out_v = b_at + k * b_k + v * b_vec, out_at + v * LANES
+            r = 0
+            while r < rows:
+                a_r, out_r = a_at + k * a_k + r * a_row, out_v + r * out_row
+                if r + TILE_ROWS <= rows:
+                    if wide:
+                        _wide(a, a_r, a_row, a_k, b, b_v, b_k, b_vec, depth, out, out_r, out_row, onto or k > 0)
+                    else:
+                        _narrow(a, a_r, a_row, a_k, b, b_v, b_k, b_vec, depth, out, out_r, out_row, onto or k > 0)
+                    r += TILE_ROWS
+                else:
+                    if wide:
+                        _row_wide(a, a_r, a_row, a_k, b, b_v, b_k, b_vec, depth, out, out_r, out_row, onto or k > 0)
+                    else:
+                        _row_narrow(a, a_r, a_row, a_k, b, b_v, b_k, b_vec, depth, out, out_r, out_row, onto or k > 0)
+                    r += 1
+            v += TILE_VECS if wide else 1
+        k += DEPTH
+
+
+@instruction(types.void, ARRAY, types.intp, types.intp, ARRAY, types.intp)
+def transpose(builder: Any, data: Any, at: Any, row_stride: Any, out: Any, out_at: Any) -> None:
+    """Sixteen rows of sixteen floats, `row_stride` apart, to their transpose, sixteen apart."""
+    rows = [load_at(builder, data, ahead(builder, at, row_stride, r), VECTOR_F32) for r in range(LANES)]
+    for bit in (1, 2, 4, 8):
+        # Swap what stands off the diagonal in every 2 x 2 arrangement of bit x bit blocks.
+        upper = pick([lane if not lane & bit else LANES + lane - bit for lane in range(LANES)])
+        lower = pick([lane + bit if not lane & bit else LANES + lane for lane in range(LANES)])
+        for r in range(LANES):
+            if not r & bit:
+                x, y = rows[r], rows[r + bit]
+                rows[r] = builder.shuffle_vector(x, y, upper)
+                rows[r + bit] = builder.shuffle_vector(x, y, lower)
+    for r in range(LANES):
+        store_at(builder, rows[r], out, ahead(builder, out_at, LANES, r))

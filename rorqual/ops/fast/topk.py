@@ -1,0 +1,133 @@
+"""The k best of each row by radix select: the Numba twin of `rorqual.ops.reference.topk`, the same indices.
+
+A score's bits, turned so that they order as unsigned integers, are looked at in digits of 11, 11 and 10 bits from the
+top: a histogram of a digit tells which value of it the k-th best score has, and the next one looks only at scores that
+agree so far. What remains is the k-th best score itself and how many of its equals are still wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange, types
+from torch import Tensor
+
+from rorqual.errors import FormatError
+from rorqual.ops.fast.kernel import allocating, inlined, kernel, workers
+from rorqual.ops.fast.vectors import I32, const, instruction
+from rorqual.ops.reference.topk import topk_lowest as plain_topk_lowest
+
+# R rows, G scores a row, K chosen
+
+SCORES_A_TASK = 1 << 14
+"""Fewer scores than this are not worth another thread."""
+
+_U32 = np.uint32
+_FIRST, _SECOND = 21, 10
+_HIDDEN_KEY, _BEST_KEY = _U32(0x007FFFFF), _U32(0xFF800000)
+_SIGNATURE = "void(float32[::1], int64, int64, int64, int64[::1], int64[::1])"
+
+
+@instruction(types.uint32, types.float32)
+def _key(builder: Any, score: Any) -> Any:
+    """Bits that order as the scores do: -inf is 0x007FFFFF, +inf 0xFF800000, NaN outside; -0.0 equals 0.0."""
+    bits = builder.bitcast(builder.fadd(score, const(score.type, 0.0)), I32)
+    return builder.xor(bits, builder.or_(builder.ashr(bits, const(I32, 31)), const(I32, 0x80000000)))
+
+
+@inlined
+def _edge(counts, wanted):  # type: ignore[no-untyped-def]
+    """The digit value of the `wanted`-th best, and how many have a better one. counts holds at least `wanted`."""
+    above = 0
+    for value in range(counts.size - 1, -1, -1):
+        if above + counts[value] >= wanted:
+            return value, above
+        above += counts[value]
+    return 0, above
+
+
+@inlined
+def _count_first(row, counts):  # type: ignore[no-untyped-def]
+    """Histogram of the first digit; the position of a NaN, or -1."""
+    counts[:] = 0
+    bad = -1
+    for i in range(row.size):
+        key = _key(row[i])
+        if key < _HIDDEN_KEY or key > _BEST_KEY:
+            bad = i
+        counts[key >> _U32(_FIRST)] += 1
+    return bad
+
+
+@inlined
+def _count_next(keys, known, known_shift, shift, counts):  # type: ignore[no-untyped-def]
+    """Histogram of the digit between the two shifts, among keys whose higher bits are `known`."""
+    counts[:] = 0
+    mask = (_U32(1) << (known_shift - shift)) - _U32(1)
+    for i in range(keys.size):
+        if keys[i] >> known_shift == known:
+            counts[(keys[i] >> shift) & mask] += 1
+
+
+@allocating
+def _select(row, k, counts, out):  # type: ignore[no-untyped-def]
+    """Fill out [k] with one row's indices; returns where a NaN stands, or -1."""
+    out[:] = -1
+    bad = _count_first(row, counts)
+    # Finite scores begin one digit above the hidden ones.
+    wanted = min(k, row.size - counts[_HIDDEN_KEY >> _U32(_FIRST)])
+    if bad >= 0 or wanted <= 0:
+        return bad
+    digit, above = _edge(counts, wanted)
+    n = 0
+    keys, at = np.empty(above + counts[digit], np.uint32), np.empty(above + counts[digit], np.int64)
+    least = _U32(digit) << _U32(_FIRST)
+    for i in range(row.size):
+        key = _key(row[i])
+        if key >= least:
+            keys[n], at[n] = key, i
+            n += 1
+    _count_next(keys, _U32(digit), _U32(_FIRST), _U32(_SECOND), counts)
+    second, better = _edge(counts, wanted - above)
+    above += better
+    known = (_U32(digit) << _U32(_FIRST - _SECOND)) | _U32(second)
+    _count_next(keys, known, _U32(_SECOND), _U32(0), counts)
+    third, better = _edge(counts, wanted - above)
+    ties = wanted - above - better
+    edge = (known << _U32(_SECOND)) | _U32(third)
+    n = 0
+    for i in range(keys.size):
+        if keys[i] > edge or (keys[i] == edge and ties > 0):
+            ties -= keys[i] == edge
+            out[n] = at[i]
+            n += 1
+    return -1
+
+
+@kernel(_SIGNATURE, parallel=True)
+def _topk(scores, rows, k, tasks, out, bad):  # type: ignore[no-untyped-def]
+    width = scores.size // rows
+    for task in prange(tasks):
+        counts = np.empty(2048, np.int64)
+        for row in range(task, rows, tasks):
+            bad[row] = _select(scores[row * width : (row + 1) * width], k, counts, out[row * k : (row + 1) * k])
+
+
+KERNELS = (_topk,)
+
+
+def topk_lowest(scores_RG: Tensor, k: int) -> Tensor:
+    """As the plain `topk_lowest`, which serves scores that are not fp32 on a CPU."""
+    if scores_RG.dtype != torch.float32 or scores_RG.device.type != "cpu" or not k or not scores_RG.numel():
+        return plain_topk_lowest(scores_RG, k)
+    rows, width = scores_RG.shape
+    out, bad = torch.empty(rows, k, dtype=torch.int64), np.empty(rows, np.int64)
+    tasks = max(1, min(workers(), rows, scores_RG.numel() // SCORES_A_TASK))
+    flat = scores_RG.detach().contiguous().view(-1).numpy()
+    _topk(flat, rows, k, tasks, out.view(-1).numpy(), bad, tasks=tasks)
+    if bad.max() >= 0:
+        row = int(bad.argmax())
+        raise FormatError(f"score {(row, int(bad[row]))} is NaN: scores must be numbers or -inf")
+    return out

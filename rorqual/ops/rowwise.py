@@ -1,0 +1,20 @@
+"""Elementwise functions whose bits do not depend on the batch (DESIGN 12).
+
+torch computes exp, cos and their like in full vectors and a scalar tail, whose last bits differ; where an element lands
+depends on the shape of the whole tensor. So rows that must not depend on their neighbours go one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def by_row(function: Callable[[Tensor], Tensor], x: Tensor, short_rows: int) -> Tensor:
+    """`function` on each of the first `short_rows` rows alone, then on the rest together."""
+    results = [function(row.contiguous()) for row in x[:short_rows].split(1)] if short_rows else []
+    if x.shape[0] > short_rows or not results:
+        results.append(function(x[short_rows:]))
+    return torch.cat(results)

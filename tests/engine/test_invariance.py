@@ -1,0 +1,95 @@
+"""DESIGN 12: the bits of decode and verification rows do not depend on what shares their step."""
+
+import pytest
+import torch
+from models import golden, random_ids, tiny
+
+from rorqual.cache.kv_cache import KVCache
+from rorqual.engine.sequence import Prompt, Sequence
+from rorqual.model.forward import forward
+from rorqual.model.transformer import Transformer
+
+WIDTHS = (1, 2, 3, 5, 8, 13, 32)
+LENGTHS = (1, 2, 16, 17, 33, 50)
+
+
+def shared_cache(model: Transformer, slots: int, tokens: int) -> list[Sequence]:
+    pages = -(-tokens // model.layout.page_tokens)
+    cache = KVCache(model.config, model.layout, pages=pages * slots, slots=slots)
+    return [Sequence(model, cache, slot=i) for i in range(slots)]
+
+
+def prefilled(model: Transformer, count: int, tokens: int = 96) -> list[Sequence]:
+    """Sequences of different lengths, each prefilled alone."""
+    sequences = shared_cache(model, count, tokens)
+    for i, sequence in enumerate(sequences):
+        sequence.prefill(Prompt(ids=random_ids(LENGTHS[i % len(LENGTHS)], seed=i)), mode="full")
+    return sequences
+
+
+def step_all(model: Transformer, sequences: list[Sequence], ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    steps = [s.step(i, logits_from=0) for s, i in zip(sequences, ids, strict=True)]
+    outputs = forward(model, sequences[0].cache, steps)
+    for sequence, step, output in zip(sequences, steps, outputs, strict=True):
+        sequence.ran(step, output)
+    return [o.logits for o in outputs]
+
+
+MODELS = [
+    pytest.param(lambda kernels: golden("fp32-text", kernels), id="fp32"),
+    pytest.param(lambda kernels: golden("native-text", kernels), id="native"),
+    pytest.param(lambda kernels: tiny(kernels), id="tiny-packed-weights"),
+]
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("make", MODELS)
+def test_verification_rows_equal_single_steps(make: object, kernels: str) -> None:
+    model = make(kernels)  # type: ignore[operator]
+    ids = random_ids(32, seed=11)
+    alone = prefilled(model, 4)[3]
+    single = torch.cat([alone.append(ids[t : t + 1]).logits for t in range(32)])
+    for width in WIDTHS:
+        several = prefilled(model, 4)[3]
+        parts = [several.append(ids[t : t + width], logits_from=0).logits for t in range(0, 32, width)]
+        assert torch.equal(torch.cat(parts), single), f"width {width}"
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("make", MODELS)
+def test_ragged_batches_equal_each_alone(make: object, kernels: str) -> None:
+    """Odd and even lengths, decode rows and verification rows and a prefill chunk, in one step (field case 20)."""
+    model = make(kernels)  # type: ignore[operator]
+    counts = (1, 6, 1, 3, 2, 40)
+    ids = [random_ids(n, seed=20 + i) for i, n in enumerate(counts)]
+    together = step_all(model, prefilled(model, 6), ids)
+    for i in range(6):
+        alone = prefilled(model, 6)[i].append(ids[i], logits_from=0).logits
+        if counts[i] <= 32:
+            assert torch.equal(together[i], alone), f"sequence {i}"
+        else:
+            torch.testing.assert_close(together[i], alone, rtol=1e-3, atol=1e-3)
+
+
+def test_a_batch_of_32_equals_each_alone() -> None:
+    model = golden()
+    ids = [random_ids(1, seed=50 + i) for i in range(32)]
+    together = step_all(model, prefilled(model, 32), ids)
+    alone = prefilled(model, 32)
+    for i in (0, 1, 15, 30, 31):
+        assert torch.equal(together[i], alone[i].append(ids[i]).logits)
+
+
+def test_a_sequence_that_takes_a_freed_slot_is_unaffected() -> None:
+    """Field cases 10 and 20: freed pages and slots are NaN before reuse."""
+    model = golden()
+    ids, fresh = random_ids(40, seed=70), shared_cache(model, 1, 96)[0]
+    fresh.prefill(Prompt(ids=ids), mode="ced")
+    expected = fresh.append(random_ids(3, seed=71), logits_from=0).logits
+    used = shared_cache(model, 1, 96)[0]
+    used.prefill(Prompt(ids=random_ids(61, seed=72)), mode="full")
+    used.cache.slots.poison(0)
+    used.cache.pages.poison(used.block_table)
+    used.reset()
+    used.prefill(Prompt(ids=ids), mode="ced")
+    assert torch.equal(used.append(random_ids(3, seed=71), logits_from=0).logits, expected)
