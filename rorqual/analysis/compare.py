@@ -102,22 +102,43 @@ def excess(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def native_outcome(name: str, ours: Tensor | None, theirs: Tensor, noise: float, near_ties: Tensor | None) -> Outcome:
-    """Relative RMS error within max(2 x noise, 4e-3) over rows without a near-tie; cache bytes equal on 99 %."""
+    """Relative RMS error within max(2 x noise, 4e-3); cache bytes equal on 99 %, other integers on all.
+
+    near_ties: bool [rows], rows that hang on a selection made by less than NATIVE_MARGIN. Those of them that disagree
+    are left out and counted; those that agree stay in.
+    """
     wrong = same_shape(name, ours, theirs)
     if wrong is not None or ours is None:
         assert wrong is not None
         return wrong
-    count = 0
+    bound, count = max(2 * noise, NATIVE_RMS), 0
     if near_ties is not None and theirs.dim() and theirs.shape[0] == near_ties.shape[0]:
-        ours, theirs, count = ours[~near_ties], theirs[~near_ties], int(near_ties.sum())
+        dropped = near_ties & disagreeing_rows(ours, theirs, bound)
+        ours, theirs, count = ours[~dropped], theirs[~dropped], int(dropped.sum())
     if not theirs.is_floating_point():
         equal = float((ours == theirs).float().mean()) if theirs.numel() else 1.0
         need = NATIVE_BYTES if CACHE_BYTES.search(name) else 1.0
         return Outcome(name=name, ok=equal >= need, error=1 - equal, unit="unequal", near_ties=count)
-    a, b = ours.double(), theirs.double()
-    same = a == b
-    scale = float(b[b.isfinite()].square().mean().sqrt()) if b.isfinite().any() else 0.0
-    gap = torch.where(same, torch.zeros_like(a), a - b)
-    error = float(gap.square().mean().sqrt()) / (scale or 1.0) if gap.numel() else 0.0
-    bound = max(2 * noise, NATIVE_RMS)
+    error = float(gaps(ours, theirs).square().mean().sqrt()) / scale_of(theirs) if theirs.numel() else 0.0
     return Outcome(name=name, ok=error <= bound, error=error, unit="rms", near_ties=count)
+
+
+def gaps(ours: Tensor, theirs: Tensor) -> Tensor:
+    """ours - theirs in fp64, 0 where equal (equal infinities included)."""
+    a, b = ours.double(), theirs.double()
+    return torch.where(a == b, torch.zeros_like(a), a - b)
+
+
+def scale_of(theirs: Tensor) -> float:
+    """RMS of the finite values, 1 where that is 0."""
+    finite = theirs.double()[theirs.isfinite()]
+    return (float(finite.square().mean().sqrt()) if finite.numel() else 0.0) or 1.0
+
+
+def disagreeing_rows(ours: Tensor, theirs: Tensor, bound: float) -> Tensor:
+    """bool [rows] whose own RMS error, in units of the tensor's RMS, is above the bound; integers: any inequality."""
+    if not theirs.is_floating_point():
+        return (ours != theirs).flatten(1).any(1) if theirs.dim() > 1 else ours != theirs
+    gap = gaps(ours, theirs)
+    rows = gap.flatten(1).square().mean(1).sqrt() if theirs.dim() > 1 else gap.abs()
+    return rows / scale_of(theirs) > bound

@@ -20,6 +20,7 @@ from torch import Tensor
 from rorqual.analysis.compare import (
     NATIVE_MARGIN,
     Outcome,
+    excess,
     fp32_outcome,
     group_of,
     native_outcome,
@@ -33,6 +34,10 @@ from rorqual.model.transformer import Transformer
 
 PAGE_TOKENS = 16
 """The goldens' windows are 16 tokens; their pages are as small. A case may state its own `page_tokens`."""
+
+
+MOST_TIES = 16
+"""Rounding ties tried in one run before giving up."""
 
 
 @dataclass(slots=True)
@@ -135,22 +140,27 @@ def run_case(case: Case, model: Transformer) -> tuple[dict[str, Tensor], list[Ti
     for options in runs:
         left = sorted(names - set(ours))
         inject = options.pop("inject", None)
-        found, resolved = resolve_ties(case, left, partial(trace, model, ids, forced, images=images, **options), inject)
+        call = partial(trace, model, ids, forced, images=images, **options)
+        found, resolved = resolve_ties(case, left, call, inject, ties)
         ours |= found
         ties += resolved
     return ours, ties
 
 
 def resolve_ties(
-    case: Case, names: list[str], call: Callable[..., dict[str, Tensor]], inject: Mapping[str, Tensor] | None
+    case: Case,
+    names: list[str],
+    call: Callable[..., dict[str, Tensor]],
+    inject: Mapping[str, Tensor] | None,
+    known: Sequence[Tie],
 ) -> tuple[dict[str, Tensor], list[Tie]]:
     """One run, with rounding ties of the cache formats resolved as the case resolved them.
 
     Two correct orders of summation differ by some 1e-7; a cache entry that stands so close to a rounding boundary
-    lands on either side, and everything after it moves by one quantisation step. Such elements are found beforehand
-    (within TIE_REACH of the boundary). If the run disagrees with the case, each is tried the other way, in order of
-    computation, and kept so if the first tensor to disagree then comes later or there is none. No tolerance widens, and
-    the ties are reported.
+    lands on either side, and everything after it moves by one quantisation step. Such elements are noted beforehand
+    (within TIE_REACH of the boundary). Where the run first disagrees with the case, those that can be the cause are
+    tried the other way, and kept so if the first tensor to disagree then comes later or there is none. No tolerance
+    widens, and the ties are reported. `known` ties were resolved in an earlier run of the same prompt.
     """
 
     def attempt(resolve: Sequence[Tie]) -> tuple[dict[str, Tensor], list[Tie], int]:
@@ -160,18 +170,37 @@ def resolve_ties(
         agree = (outcome(case, name, found).ok for name in found if name in case.stored)
         return found, tap.ties, next((n for n, ok in enumerate(agree) if not ok), len(names))
 
-    found, ties, reached = attempt(())
-    kept: list[Tie] = []
+    kept: list[Tie] = list(known)
+    found, ties, reached = attempt(kept)
     tried: set[tuple[str, int, int]] = set()
-    while reached < len(names) and not case.native:
-        tie = next((t for t in ties if t.place not in tried), None)
+    while reached < len(names) and not case.native and len(tried) < MOST_TIES:
+        first = [name for name in found if name in case.stored][reached]
+        tie = next((t for t in suspects(case, first, found[first], ties) if t.place not in tried), None)
         if tie is None:
             break
         tried.add(tie.place)
         other, other_ties, further = attempt([*kept, tie])
         if further > reached:
             found, ties, reached, kept = other, other_ties, further, [*kept, tie]
-    return found, kept
+    return found, [tie for tie in kept if tie not in known]
+
+
+def suspects(case: Case, name: str, ours: Tensor, ties: Sequence[Tie]) -> list[Tie]:
+    """Ties that can explain the first tensor to disagree: its own elements if it is a cache tensor, otherwise those of
+    the first position that disagrees and of positions before it, latest first."""
+    theirs = case.stored[name]
+    if ours.shape != theirs.shape or not ours.dim():
+        return []
+    bad = (excess(ours.float(), theirs.float()) > 1).flatten(1).any(1) if ours.dim() > 1 else ours != theirs
+    if not bool(bad.any()):
+        bad = (ours != theirs).flatten(1).any(1) if ours.dim() > 1 else ours != theirs
+    rows = set(torch.nonzero(bad).flatten().tolist())
+    own = [t for t in ties if name == t.name or name.startswith(f"{t.name}.")]
+    if own:
+        return [t for t in own if t.position in rows]
+    step = min(rows, default=0)
+    position = int(case.readme["prompt_len"]) + step if "decode" in name or name.startswith("spec.") else step
+    return sorted((t for t in ties if t.position <= position), key=lambda t: -t.position)
 
 
 def layer_inputs(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -196,7 +225,7 @@ def outcome(case: Case, name: str, ours: Mapping[str, Tensor]) -> Outcome:
 
 
 def unstable_rows(case: Case, name: str) -> Tensor | None:
-    """Rows whose layer made a selection by less than NATIVE_MARGIN: a rounding flip may change it and all after it."""
+    """Rows of a tensor that hang on a selection made by less than NATIVE_MARGIN: a rounding flip may change it."""
     margins = [m for m in related_margins(name, case.stored) if m.shape[:1] == case.stored[name].shape[:1]]
     if not margins:
         return None
@@ -207,15 +236,23 @@ def unstable_rows(case: Case, name: str) -> Tensor | None:
 
 
 def related_margins(name: str, stored: Mapping[str, Tensor]) -> list[Tensor]:
-    """Stored selection margins that a tensor's rows hang on."""
-    if name.endswith("_margin"):
+    """Stored selection margins that a tensor's rows hang on.
+
+    A prompt's tensors are computed from injected streams and selections, so they hang on their own layer's routing at
+    most. Decode steps and truncated prefills run free: any selection of the row's own step counts. A margin is itself
+    the difference of two close scores, so its own small rows say nothing in bf16.
+    """
+    stem, _, last = name.rpartition(".")
+    if last.endswith("_margin"):
+        return [stored[name]]
+    free = name.split(".")[0]
+    if free in ("decode", "decode_stale", "spec", "ced") or free.startswith("hit"):
+        prefix = "decode." if free == "decode_stale" else f"{free}."
+        return [m for n, m in stored.items() if n.startswith(prefix) and n.endswith("_margin")]
+    if last in ("topk_idxs", "candidates"):
+        wanted = ["topk_margin", "candidate_margin"]
+    elif last in ("moe_indices", "moe_weights", "ffn_out", "x_out", "pre_out"):
+        wanted = ["moe_margin"]
+    else:
         return []
-    if name.startswith(("decode", "spec.", "ced.", "hit")):
-        stem = name.split(".")[0] + "."
-        inner = ("ced.decode.", "hit")
-        stem = next(
-            (name[: name.index("decode.") + 7] for p in inner if name.startswith(p) and ".decode." in name), stem
-        )
-        return [m for n, m in stored.items() if n.startswith(stem) and n.endswith("_margin")]
-    layer = ".".join(name.split(".")[:2]) + "."
-    return [m for n, m in stored.items() if n.startswith(layer) and n.endswith("_margin")]
+    return [stored[f"{stem}.{w}"] for w in wanted if f"{stem}.{w}" in stored]

@@ -9,7 +9,7 @@ from rorqual.config import LayerRole, ModelConfig
 from rorqual.model.rows import Rows
 from rorqual.model.run import Run
 from rorqual.model.weights import Scope
-from rorqual.ops.reference.norm import mean_square, ordered_sum
+from rorqual.ops.reference.norm import mean_square, row_sum
 from rorqual.ops.rowwise import by_row
 
 # T rows, S residual copies, D hidden
@@ -34,7 +34,7 @@ class Engram(nn.Module):
         projected = run.linear(memory, self.wkv, rows).float().unflatten(-1, (self.copies + 1, self.hidden))
         key, value = projected[:, :-1], projected[:, -1:]
         x = x_TSD.float()
-        z = ordered_sum(x * self.query_key_scale * key) * (self._rstd(x) * self._rstd(key)) * self.hidden**-0.5
+        z = row_sum(x * self.query_key_scale * key) * (self._rstd(x) * self._rstd(key)) * self.hidden**-0.5
         gate = by_row(torch.sigmoid, z.sign() * z.abs().clamp_min(1e-6).sqrt(), rows.short_rows)
         if rows.image_T is not None:
             gate = gate.masked_fill(rows.image_T[:, None], 0.0)

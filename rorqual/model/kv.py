@@ -74,6 +74,8 @@ class PagedKV:
         slots = self.cache.slots
         state = slots.states[seg.slot]
         span = state.encoder if layer < self.config.decoder_start else state.decoder
+        if span.hi < seg.start:  # a part that begins here (CED, or after a hit): what the ring holds is not adjacent
+            return seg.start
         reach = seg.start - self.config.sliding_window + 1
         return min(seg.start, max(seg.window_floor, reach, span.held_from(slots.rings.rows), 0))
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from numba import config
-from numba.core.codegen import get_host_cpu_features
+import numba.core.codegen
 
 from rorqual.errors import ConfigError
+
+# Numba's own modules are typed too loosely for typed code.
+_numba: Any = numba
 
 Path = Literal["vnni", "vector", "plain"]
 PATHS: tuple[Path, ...] = get_args(Path)
@@ -36,7 +38,8 @@ def features() -> frozenset[str]:
 
     A constant of the process: Numba reads the variable once.
     """
-    listed = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    given = _numba.config.CPU_FEATURES
+    listed = _numba.core.codegen.get_host_cpu_features() if given is None else given
     return frozenset(item[1:] for item in listed.split(",") if item.startswith("+"))
 
 

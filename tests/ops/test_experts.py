@@ -178,11 +178,19 @@ def test_passes_do_not_change_short_rows(kind: str, monkeypatch: pytest.MonkeyPa
     layer, rows = make_layer(kind), make_rows(50)
     whole = layer.run(fast.experts, rows, 20, True)
     monkeypatch.setattr(fast, "PASS_BYTES", 40_000)
+    monkeypatch.setattr(fast, "BATCH_BYTES", 5 * 12 * INNER)
     cuts = list(fast._passes(50, 20, 10_000))
     assert [cut.stop - cut.start for cut, _ in cuts] == [4] * 5 + [4] * 7 + [2] and cuts[4] == (slice(16, 20), True)
     cut = layer.run(fast.experts, rows, 20, True)
     assert torch.equal(cut[:20], whole[:20])
     torch.testing.assert_close(cut, whole, rtol=0.02, atol=0.02)
+
+
+def test_batches_of_experts() -> None:
+    first = np.array([0, 2, 5, 12, 13])
+    pairs = fast._Sorted(np.array([1, 3, 4, 8, 9]), first, np.append(first[1:], 15))
+    cuts = [(batch.experts.tolist(), int(batch.first[0]), int(batch.last[-1])) for batch in pairs.batches(5)]
+    assert cuts == [([1, 3], 0, 5), ([4], 5, 12), ([8, 9], 12, 15)]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -205,6 +213,15 @@ def test_few_rows_and_many_rows_of_an_expert_agree(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(layer.run(fast.experts, rows, 0, False), by_rows, rtol=1e-5, atol=1e-5)
     counts = np.bincount(rows.index.flatten().numpy(), minlength=COUNT)
     assert 0 < len(calls) == 3 * int((counts >= 30).sum()) < 3 * COUNT
+
+
+@pytest.mark.parametrize("index", [-1, COUNT])
+def test_experts_that_do_not_exist(op: Experts, index: int) -> None:
+    layer, rows = make_layer("fp32"), make_rows(4)
+    rows.index[2, 1] = index
+    for short_rows in (0, 4):
+        with pytest.raises(AssertionError, match="out of range"):
+            layer.run(op, rows, short_rows, False)
 
 
 def test_gate_that_overflows_is_an_error_where_it_would_be_quantised(op: Experts) -> None:

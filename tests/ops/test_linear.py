@@ -24,6 +24,7 @@ from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import DenseWeight, Fp4Weight, Fp8Weight, Weight, quantize_weight
 from rorqual.ops import cpu
 from rorqual.ops.fast import linear as fast
+from rorqual.ops.fast.row_vectors import FP4, FP32, Kind
 from rorqual.ops.reference import linear as plain
 
 PATHS = [
@@ -159,6 +160,19 @@ def test_several_weights_in_one_call(kind: str, path: cpu.Path) -> None:
             assert torch.equal(torch.from_numpy(y[p : p + 1]), alone)
 
 
+def test_kernels_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [kernel.name for kernel in fast.kernels("plain")] == [
+        "row_kernels.pack",
+        "row_kernels.multiply_plain",
+        "row_kernels.expand_plain",
+    ]
+    # AVX2 alone compiles none of the 512-bit kernels.
+    monkeypatch.setattr(fast, "features", lambda: frozenset({"avx2", "fma"}))
+    assert not fast._has_vectors.__wrapped__("vector")
+    monkeypatch.setattr(fast, "features", lambda: frozenset({"avx2", "fma", "avx512f"}))
+    assert not fast._has_vectors.__wrapped__("plain")
+
+
 def _numbers_of_all_sizes() -> Tensor:
     generator = torch.Generator().manual_seed(4)
     spread = torch.randn(400, 64, generator=generator) * 2.0 ** torch.randint(-30, 30, (400, 64), generator=generator)
@@ -173,11 +187,11 @@ def _numbers_of_all_sizes() -> Tensor:
     return torch.cat([spread, rows, torch.zeros(1, 64)])
 
 
-@pytest.mark.parametrize("kind", [fast.FP4, fast.FP32])
-def test_packing_rounds_as_the_codec(kind: fast.Kind) -> None:
+@pytest.mark.parametrize("kind", [FP4, FP32])
+def test_packing_rounds_as_the_codec(kind: Kind) -> None:
     x = _numbers_of_all_sizes()
     packed = torch.from_numpy(fast.pack_rows(F.pad(x, (0, 1)), kind, True)).view(-1, 3, 2, 16)
-    packed = (packed.mT if kind is fast.FP4 else packed).reshape(-1, 96)
+    packed = (packed.mT if kind is FP4 else packed).reshape(-1, 96)
     expected = F.pad(plain.quantize_activation(x), (0, 32))
     assert torch.equal(packed.view(torch.int32), expected.view(torch.int32))
 
@@ -249,6 +263,8 @@ def test_gradients() -> None:
     torch.testing.assert_close(got_x, upstream @ weight.expand())  # straight through the rounding
     with pytest.raises(AssertionError, match="no gradient"):
         fast.linear(x, weight, 2, False)
+    with pytest.raises(AssertionError, match="no gradient"):
+        fast.linear(x.detach(), DenseWeight(w), 2, False)
     with torch.no_grad():
         assert fast.linear(x, DenseWeight(w), 2, False).shape == (6, 9)
 
@@ -257,6 +273,7 @@ _PEAK = """
 import resource, torch
 from rorqual.formats.weights import Fp4Weight
 from rorqual.ops.fast import linear as fast
+from rorqual.ops.fast.row_vectors import FP4, FP32, Kind
 from rorqual.ops.reference import linear as plain
 def weight(n):
     return Fp4Weight(torch.ones(n, 1024, dtype=torch.uint8), torch.full((n, 64), 127, dtype=torch.uint8))

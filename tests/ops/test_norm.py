@@ -72,13 +72,19 @@ def test_twins() -> None:
     )
 
 
-def test_ordered_sum_halves() -> None:
-    big = 2.0**24
-    # 5 elements: element j takes element j + 3, then j + 2, then j + 1.
-    x = torch.tensor([[big, 1.0, 1.0, -big, 1.0], [big, 1.0, -big, 1.0, 1.0]])
-    assert plain.ordered_sum(x).tolist() == [3.0, 2.0]
-    values = _rows(7, 1000)
-    torch.testing.assert_close(plain.ordered_sum(values), values.sum(-1), rtol=1e-5, atol=1e-3)
+@pytest.mark.parametrize("width", [5, 512, 20_480, 40_000])
+def test_a_row_is_summed_alike_alone_and_in_a_batch(width: int) -> None:
+    """torch splits a lone row of 2^15 elements over threads; `row_sum` does not let it."""
+    values = _rows(33, width)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = plain.row_sum(values)
+        for rows in (1, 2, 7):
+            assert torch.equal(plain.row_sum(values[:rows].clone()), together[:rows])
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(together, values.sum(-1), rtol=1e-5, atol=1e-3)
 
 
 def test_gradients() -> None:

@@ -4,6 +4,9 @@ A kernel sees a region as (pool, geometry, table): the pool flattened to bytes, 
 exact: an element times its scale has few bits. So both ways give the bits of `formats.codec.dequantize`.
 """
 
+# Kernels are typed by their Numba signatures.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import Any
@@ -37,6 +40,7 @@ from rorqual.ops.fast.vectors import (
     splat,
     store,
     store_at,
+    tuple_of,
 )
 from rorqual.ops.paged import PagedRegion
 
@@ -53,6 +57,9 @@ BLOCK = 32
 
 # The numbers of `geometry`.
 _BYTES = ir.VectorType(I8, 64)
+
+REGION = "Tuple((uint8[::1], int64[::1], int64[::1], float32[::1]))"
+"""Numba type of what `region_arrays` returns."""
 
 PAGE_BYTES, CODES_OFFSET, CODE_BYTES, SCALES_OFFSET, SCALE_BYTES, ENTRIES, IS_E2M1, GROUP = range(8)
 
@@ -76,15 +83,19 @@ def region_arrays(region: PagedRegion, block_table: Tensor) -> tuple[Array, Arra
     return region.pool.numpy().reshape(-1), geometry, block_table.contiguous().numpy(), scales
 
 
+NO_REGION = (np.zeros(0, np.uint8), np.ones(8, np.int64), np.zeros(0, np.int64), E8M0)
+"""For kernels that may be called without a region."""
+
+
 @inlined
-def locate(geometry, table, group):  # type: ignore[no-untyped-def]
+def locate(geometry, table, group):
     """First byte of the codes, and of the scales, of a group. The caller has checked that it is in the table."""
     page = group // geometry[ENTRIES]
     return locate_slot(geometry, table[page], group - page * geometry[ENTRIES])
 
 
 @inlined
-def locate_slot(geometry, page_id, slot):  # type: ignore[no-untyped-def]
+def locate_slot(geometry, page_id, slot):
     """`locate` by page id and row of the page."""
     start = page_id * geometry[PAGE_BYTES]
     codes = start + geometry[CODES_OFFSET] + slot * geometry[CODE_BYTES]
@@ -101,12 +112,14 @@ def _e2m1_value(builder: Any, code: Any) -> Any:
     """Codes 0..15 to fp32: exponent and mantissa moved to their places, 0 and 0.5 apart. The sign of zero is kept."""
     magnitude = builder.and_(code, const(VECTOR_I32, 7))
     bits = builder.add(builder.shl(magnitude, const(VECTOR_I32, 22)), const(VECTOR_I32, 126 << 23))
-    bits = builder.select(builder.icmp_unsigned("==", magnitude, const(VECTOR_I32, 1)), const(VECTOR_I32, 126 << 23), bits)
+    bits = builder.select(
+        builder.icmp_unsigned("==", magnitude, const(VECTOR_I32, 1)), const(VECTOR_I32, 126 << 23), bits
+    )
     bits = builder.select(builder.icmp_unsigned("==", magnitude, const(VECTOR_I32, 0)), const(VECTOR_I32, 0), bits)
     return _with_sign(builder, bits, code, 3)
 
 
-@instruction(types.UniTuple(F32, 2), ARRAY, types.intp)
+@instruction(tuple_of(F32, 2), ARRAY, types.intp)
 def e2m1_block(builder: Any, data: Any, offset: Any) -> Any:
     """32 elements, unscaled and in order, from 16 bytes."""
     packed = load_at(builder, data, offset, VECTOR_I8)
@@ -140,7 +153,12 @@ def e2m1_bytes(builder: Any, data: Any, offset: Any, out: Any, at: Any) -> None:
     packed = load_at(builder, data, offset, VECTOR_I8)
     even, odd = builder.and_(packed, const(VECTOR_I8, 15)), builder.lshr(packed, const(VECTOR_I8, 4))
     for half, code in enumerate((even, odd)):
-        store_at(builder, call(builder, "llvm.x86.ssse3.pshuf.b.128", VECTOR_I8, table, code), out, ahead(builder, at, LANES, half))
+        store_at(
+            builder,
+            call(builder, "llvm.x86.ssse3.pshuf.b.128", VECTOR_I8, table, code),
+            out,
+            ahead(builder, at, LANES, half),
+        )
 
 
 @instruction(types.void, ARRAY, types.intp, types.intp, ARRAY, ARRAY, types.intp, types.intp)
@@ -171,8 +189,9 @@ def e2m1_query_bytes(
 
 
 @inlined
-def decode_row(pool, codes, scales, geometry, scale_table, width, out, at):  # type: ignore[no-untyped-def]
+def decode_row(region, codes, scales, width, out, at):
     """One entry to fp32 out[at .. at + width], in vectors; width is a multiple of 32."""
+    pool, geometry, _, scale_table = region
     if geometry[IS_E2M1]:
         # Two scales a block of 32: neighbours when the group is 16, one and the same when it is 32.
         shift = 1 if geometry[GROUP] == LANES else 0
@@ -191,8 +210,9 @@ def decode_row(pool, codes, scales, geometry, scale_table, width, out, at):  # t
 
 
 @inlined
-def decode_row_plain(pool, codes, scales, geometry, scale_table, width, out, at):  # type: ignore[no-untyped-def]
+def decode_row_plain(region, codes, scales, width, out, at):
     """`decode_row` in plain loops, for any width."""
+    pool, geometry, _, scale_table = region
     group = geometry[GROUP]
     for g in range(width // group):
         scale = scale_table[pool[scales + g]]

@@ -1,8 +1,8 @@
 """Numba twin of `rorqual.ops.reference.experts`: (row, slot) pairs sorted by expert, each expert's weights read once.
 
 Rows that must not depend on their neighbours go through the row kernel of `linear`; so do other rows of an expert that
-few rows chose. An expert with many rows expands its weights in tiles for a GEMM. Long calls are cut into passes whose
-intermediate values fit PASS_BYTES.
+few rows chose. An expert with many rows expands its weights in tiles for a GEMM. Long calls are cut into passes of rows
+and passes into batches of experts, so that what is held at once has a bound.
 
 T rows, k slots a row, P pairs, J experts that were chosen, I expert width, D inputs and outputs.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,21 +25,21 @@ from rorqual.formats.weights import TILE, Weight
 from rorqual.ops.cpu import Path
 from rorqual.ops.fast.kernel import kernel
 from rorqual.ops.fast.linear import (
-    FP32,
     GEMM_ROWS,
-    Array,
     kind_of,
     multiply_rows,
     multiply_tiles,
-    pack_row,
     pack_rows,
-    part,
     parts_of,
     refuse_gradients,
 )
+from rorqual.ops.fast.row_kernels import pack_row, part
+from rorqual.ops.fast.row_vectors import FP32, Array
 
-PASS_BYTES = 128 << 20
-"""Intermediate values held at once."""
+PASS_BYTES = 256 << 20
+"""Outputs of pairs held at once, before their sum."""
+BATCH_BYTES = 64 << 20
+"""Gates, ups and hidden values held at once, unless one expert alone needs more."""
 
 _F32, _U32 = np.float32, np.uint32
 
@@ -118,26 +118,25 @@ def experts(
     index_Tk = expert_index_Tk.contiguous().numpy()
     weight_Tk = routing_weight_Tk.detach().to(torch.float32).contiguous().numpy()
     out_TD = torch.empty(x_TK.shape[0], w2[0].shape[0])
-    for rows, alone in _passes(x_TK.shape[0], short_rows, layer.pair_bytes() * index_Tk.shape[1]):
-        layer.run(x[rows], index_Tk[rows], weight_Tk[rows], out_TD[rows].numpy(), GEMM_ROWS if not alone else None)
+    for rows, short in _passes(x_TK.shape[0], short_rows, 4 * index_Tk.shape[1] * out_TD.shape[1]):
+        layer.run(x[rows], index_Tk[rows], weight_Tk[rows], out_TD[rows].numpy(), None if short else GEMM_ROWS)
     return out_TD
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Group:
-    """Pairs sorted by expert: expert experts[j] has pairs [first[j], last[j])."""
+class _Sorted(NamedTuple):
+    """Pairs sorted by expert: experts[j] has pairs [first[j], last[j])."""
 
     experts: Array
     first: Array
     last: Array
-    order: Array
-    """Sorted position -> pair, counted row by row."""
 
-    @classmethod
-    def of(cls, index_Tk: Array) -> _Group:
-        order = index_Tk.reshape(-1).argsort(kind="stable")
-        chosen, first = np.unique(index_Tk.reshape(-1)[order], return_index=True)
-        return cls(experts=chosen, first=first, last=np.append(first[1:], len(order)), order=order)
+    def batches(self, most: int) -> Iterator[_Sorted]:
+        """Runs of experts with at most so many pairs together, or one expert with more."""
+        start = 0
+        while start < len(self.experts):
+            end = max(start + 1, int(np.searchsorted(self.last, self.first[start] + most, side="right")))
+            yield _Sorted(*(field[start:end] for field in self))
+            start = end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,57 +148,54 @@ class _Layer:
     native: bool
     path: Path | None
 
-    def pair_bytes(self) -> int:
-        """Of one pair's gate, up, hidden and output."""
-        return 4 * (2 * self.w1[0].shape[0] + sum(self.w2[0].shape) + TILE)
-
     def run(self, x: Array, index_Tk: Array, weight_Tk: Array, out_TD: Array, gemm_rows: int | None) -> None:
         """One pass. Experts with at least `gemm_rows` pairs use a GEMM; None: no expert does."""
-        group, slots = _Group.of(index_Tk), index_Tk.shape[1]
-        pairs, width = index_Tk.size, self.w1[0].shape[0]
-        gate_up = np.empty((2 * pairs, width), np.float32)
-        both = _Group(
-            experts=np.append(group.experts, group.experts + len(self.w1)),
-            first=np.append(group.first, group.first + pairs),
-            last=np.append(group.last, group.last + pairs),
-            order=np.append(group.order, group.order),
+        order = index_Tk.reshape(-1).argsort(kind="stable")
+        chosen, first = np.unique(index_Tk.reshape(-1)[order], return_index=True)
+        assert len(chosen) == 0 or (chosen[0] >= 0 and chosen[-1] < len(self.w1)), "expert indices are out of range"
+        pairs = _Sorted(chosen, first, np.append(first[1:], len(order)))
+        row_P, weight_P = order // index_Tk.shape[1], weight_Tk.reshape(-1)[order]
+        y_PD = np.empty((len(order), out_TD.shape[1]), np.float32)
+        inner = self.w1[0].shape[0]
+        for batch in pairs.batches(max(1, BATCH_BYTES // (12 * inner))):
+            p0, p1 = batch.first[0], batch.last[-1]
+            batch = batch._replace(first=batch.first - p0, last=batch.last - p0)
+            self._multiply_batch(batch, x, row_P[p0:p1], weight_P[p0:p1], y_PD[p0:p1], gemm_rows)
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        parts = parts_of(y_PD.size)
+        _combine(y_PD, place.reshape(index_Tk.shape), self.native, out_TD, parts, tasks=parts)
+
+    def _multiply_batch(
+        self, batch: _Sorted, x: Array, row_P: Array, weight_P: Array, y_PD: Array, gemm_rows: int | None
+    ) -> None:
+        pairs = len(row_P)
+        gate_up = np.empty((2 * pairs, self.w1[0].shape[0]), np.float32)
+        both = _Sorted(
+            np.append(batch.experts, batch.experts + len(self.w1)),
+            np.append(batch.first, batch.first + pairs),
+            np.append(batch.last, batch.last + pairs),
         )
-        self._multiply([*self.w1, *self.w3], both, x, both.order // slots, gate_up, gemm_rows)
-        hidden = self._activate(gate_up, weight_Tk.reshape(-1)[group.order])
-        y = np.empty((pairs, out_TD.shape[1]), np.float32)
-        self._multiply(self.w2, group, hidden, np.arange(pairs), y, gemm_rows)
-        place = np.empty(pairs, np.int64)
-        place[group.order] = np.arange(pairs)
-        parts = parts_of(y.size)
-        _combine(y, place.reshape(index_Tk.shape), self.native, out_TD, parts, tasks=parts)
+        self._multiply([*self.w1, *self.w3], both, x, np.append(row_P, row_P), gate_up, gemm_rows)
+        self._multiply(self.w2, batch, self._activate(gate_up, weight_P), np.arange(pairs), y_PD, gemm_rows)
 
     def _multiply(
-        self, weights: Sequence[Weight], group: _Group, x: Array, row_P: Array, y: Array, gemm_rows: int | None
+        self, weights: Sequence[Weight], pairs: _Sorted, x: Array, row_P: Array, y: Array, gemm_rows: int | None
     ) -> None:
-        many = group.last - group.first >= gemm_rows if gemm_rows else np.zeros(len(group.first), np.bool_)
-        for expert, first, last in zip(group.experts[many], group.first[many], group.last[many], strict=True):
+        many = pairs.last - pairs.first >= gemm_rows if gemm_rows else np.zeros(len(pairs.first), np.bool_)
+        for expert, first, last in zip(*(field[many] for field in pairs), strict=True):
             rows = torch.from_numpy(x[row_P[first:last]])
             multiply_tiles(weights[expert], rows, torch.from_numpy(y[first:last]), self.path)
-        few = [weights[expert] for expert in group.experts[~many]]
-        if few:
-            multiply_rows(few, x, row_P, group.first[~many], group.last[~many], y, self.path)
+        experts, first_J, last_J = (field[~many] for field in pairs)
+        if len(experts):
+            multiply_rows([weights[expert] for expert in experts], x, row_P, first_J, last_J, y, self.path)
 
     def _activate(self, gate_up: Array, weight_P: Array) -> Array:
-        kind, (pairs, width) = kind_of(self.w2[0]), (len(weight_P), gate_up.shape[1])
-        hidden, finite = np.zeros((pairs, width + -width % TILE), np.float32), np.ones(pairs, np.bool_)
+        kind, (pairs, inner) = kind_of(self.w2[0]), (len(weight_P), gate_up.shape[1])
+        hidden, finite = np.zeros((pairs, inner + -inner % TILE), np.float32), np.ones(pairs, np.bool_)
         quantise, parts = self.native and kind.scale_rows > 0, parts_of(gate_up.size)
-        _activate(
-            gate_up,
-            weight_P,
-            _F32(self.limit),
-            self.native,
-            kind is not FP32,
-            quantise,
-            hidden,
-            finite,
-            parts,
-            tasks=parts,
-        )
+        form = _F32(self.limit), self.native, kind is not FP32, quantise
+        _activate(gate_up, weight_P, *form, hidden, finite, parts, tasks=parts)
         if not finite.all():
             check_finite(torch.from_numpy(hidden[~finite]), E4M3_E8M0_32)
         return hidden
@@ -207,7 +203,7 @@ class _Layer:
 
 def _passes(rows: int, short_rows: int, row_bytes: int) -> Iterator[tuple[slice, bool]]:
     """Cuts of [0, rows), and whether all of a cut's rows are short ones."""
-    most = max(1, PASS_BYTES // row_bytes)
-    for start, end, alone in ((0, min(short_rows, rows), True), (min(short_rows, rows), rows, False)):
+    most, short_rows = max(1, PASS_BYTES // row_bytes), min(short_rows, rows)
+    for start, end, short in ((0, short_rows, True), (short_rows, rows, False)):
         for first in range(start, end, most):
-            yield slice(first, min(first + most, end)), alone
+            yield slice(first, min(first + most, end)), short

@@ -1,5 +1,8 @@
 """Dequantised entries by group index: the Numba twin of `rorqual.ops.reference.gather`, the same bits."""
 
+# Kernels are typed by their Numba signatures.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
@@ -10,51 +13,54 @@ from rorqual.ops.cpu import Path, best_path
 from rorqual.ops.fast.decode import (
     BLOCK,
     DECODED,
+    REGION,
     check_pages,
     decode_row,
     decode_row_plain,
     locate,
     region_arrays,
 )
-from rorqual.ops.fast.kernel import kernel, workers
+from rorqual.ops.fast.kernel import Kernel, kernel, workers
 from rorqual.ops.paged import PagedRegion
 from rorqual.ops.reference.gather import gather_rows as plain_gather_rows
 
 ROWS_A_TASK = 64
 """Fewer rows than this are not worth another thread."""
 
-_SIGNATURE = "void(uint8[::1], int64[::1], int64[::1], float32[::1], int64[::1], int64, int64, float32[::1])"
+_SIGNATURE = f"void({REGION}, int64[::1], int64, int64, float32[::1])"
 
 
 @kernel(_SIGNATURE, parallel=True)
-def _gather_vector(pool, geometry, table, scale_table, index, width, tasks, out):  # type: ignore[no-untyped-def]
+def _gather_vector(region, index, width, tasks, out):
     for task in prange(tasks):
         for i in range(task * index.size // tasks, (task + 1) * index.size // tasks):
             if index[i] < 0:
                 out[i * width : (i + 1) * width] = 0
             else:
-                codes, scales = locate(geometry, table, index[i])
-                decode_row(pool, codes, scales, geometry, scale_table, width, out, i * width)
+                codes, scales = locate(region[1], region[2], index[i])
+                decode_row(region, codes, scales, width, out, i * width)
 
 
 @kernel(_SIGNATURE, parallel=True)
-def _gather_plain(pool, geometry, table, scale_table, index, width, tasks, out):  # type: ignore[no-untyped-def]
+def _gather_plain(region, index, width, tasks, out):
     for task in prange(tasks):
         for i in range(task * index.size // tasks, (task + 1) * index.size // tasks):
             if index[i] < 0:
                 out[i * width : (i + 1) * width] = 0
             else:
-                codes, scales = locate(geometry, table, index[i])
-                decode_row_plain(pool, codes, scales, geometry, scale_table, width, out, i * width)
+                codes, scales = locate(region[1], region[2], index[i])
+                decode_row_plain(region, codes, scales, width, out, i * width)
 
 
-KERNELS = (_gather_vector, _gather_plain)
+def kernels(path: Path) -> tuple[Kernel, ...]:
+    """What `gather_rows` runs on `path`; odd widths take the plain loops on any."""
+    return (_gather_plain,) if path == "plain" else (_gather_vector,)
 
 
 def gather_rows(region: PagedRegion, block_table: Tensor, index: Tensor, *, path: Path | None = None) -> Tensor:
-    """As the plain `gather_rows`. Formats other than the three scaled ones, and other devices, go there.
+    """As the plain `gather_rows`, the same bits. Formats that kernels do not read, and other devices, go there.
 
-    path: of `rorqual.ops.cpu`; None takes the best. Widths that are no multiple of 32 take the plain loops.
+    path: of `rorqual.ops.cpu`; None takes the best.
     """
     if region.fmt not in DECODED or region.pool.device.type != "cpu":
         return plain_gather_rows(region, block_table, index)
@@ -65,7 +71,6 @@ def gather_rows(region: PagedRegion, block_table: Tensor, index: Tensor, *, path
     tasks = max(1, min(workers(), index.numel() // ROWS_A_TASK))
     vectors = (path or best_path()) != "plain" and region.width % BLOCK == 0
     run = _gather_vector if vectors else _gather_plain
-    pool, geometry, table, scale_table = region_arrays(region, block_table)
     flat = index.contiguous().view(-1).numpy()
-    run(pool, geometry, table, scale_table, flat, region.width, tasks, out.view(-1).numpy(), tasks=tasks)
+    run(region_arrays(region, block_table), flat, region.width, tasks, out.view(-1).numpy(), tasks=tasks)
     return out

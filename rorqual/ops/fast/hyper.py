@@ -16,8 +16,10 @@ from torch import Tensor
 from rorqual.formats.weights import DenseWeight
 from rorqual.ops.cpu import Path
 from rorqual.ops.fast.kernel import kernel
-from rorqual.ops.fast.linear import Array, linear, part, parts_of, refuse_gradients
+from rorqual.ops.fast.linear import linear, parts_of, refuse_gradients
 from rorqual.ops.fast.norm import inverse_rms
+from rorqual.ops.fast.row_kernels import part
+from rorqual.ops.fast.row_vectors import Array
 from rorqual.ops.reference.hyper import Coefficients, copies_of
 
 # T tokens, n copies of the residual, D hidden size, C = n D, M = (2 + n) n mixes
@@ -122,10 +124,10 @@ def _expand(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_T
         for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
             for k in range(post_Tn.shape[1]):
                 for d in range(out_TD.shape[1]):
-                    total = post_Tn[t, k] * out_TD[t, d]
-                    for j in range(post_Tn.shape[1]):
+                    total = comb_Tnn[t, 0, k] * streams_TnD[t, 0, d]
+                    for j in range(1, post_Tn.shape[1]):
                         total += comb_Tnn[t, j, k] * streams_TnD[t, j, d]
-                    result_TnD[t, k, d] = total
+                    result_TnD[t, k, d] = post_Tn[t, k] * out_TD[t, d] + total
 
 
 KERNELS = (_mix, _collapse, _expand)

@@ -10,26 +10,31 @@ file that kernels elsewhere inline (`vectors`, `pages`), delete the `__pycache__
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numba
 from numba.core import event
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PARALLEL_REGION = threading.Lock()
 # The one module-level object here, because what it guards is process-wide: Numba has a single pool of worker threads,
 # and its workqueue layer ends the process when two threads start parallel regions at once.
 
+# Numba is typed too loosely for typed code.
+_njit: Any = numba.njit
 # Parts are only ever called from kernels: they need no entry for Python and none for C.
 _PART = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-inlined: Callable[[Function], Function] = numba.njit(**_PART, _nrt=False)
+inlined: Callable[[Callable[..., Any]], Any] = _njit(**_PART, _nrt=False)
 """Decorates the parts of kernels. Not cached: they become part of the machine code of the kernels that use them.
 They may not allocate, and count no references to their arrays, which would cost atomic operations a call."""
 
-allocating: Callable[[Function], Function] = numba.njit(**_PART)
+spliced: Callable[[Callable[..., Any]], Any] = _njit(**_PART, _nrt=False, inline="always")
+"""As `inlined`, for parts of a few lines: their code becomes the caller's before it is compiled, once instead of at
+every level of calls above them."""
+
+allocating: Callable[[Callable[..., Any]], Any] = _njit(**_PART)
 """As `inlined`, for the few parts that allocate scratch."""
 
 
@@ -40,7 +45,9 @@ class Kernel:
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_')}"
         self.signature = signature
         self.parallel = parallel
-        self._dispatcher = numba.njit(cache=True, nogil=True, error_model="numpy", parallel=parallel)(function)
+        self._dispatcher = _njit(nogil=True, error_model="numpy", parallel=parallel)(function)
+        with suppress(RuntimeError):  # no folder on this machine can be written: compile in every process
+            self._dispatcher.enable_caching()
         self._entry: Callable[..., Any] | None = None
         self._compiling = threading.Lock()
 
@@ -49,12 +56,11 @@ class Kernel:
         """Whether a call starts at once."""
         return self._entry is not None
 
-    def compile(self, on_cold: Callable[[], None] = lambda: None) -> None:
-        """Load the machine code from the disk cache, or make it; `on_cold` is called before the latter."""
+    def compile(self) -> None:
+        """Load the machine code from the disk cache, or make it (seconds)."""
         with self._compiling:
             if self._entry is None:
-                with event.install_listener("numba:compile", _Cold(on_cold)):
-                    self._dispatcher.compile(self.signature)
+                self._dispatcher.compile(self.signature)
                 self._dispatcher.disable_compile()
                 self._entry = self._dispatcher
 
@@ -81,19 +87,25 @@ class Kernel:
                 numba.set_num_threads(threads)
 
 
-class _Cold(event.Listener):  # type: ignore[misc]
-    """Calls back once, when a compilation starts."""
-
+class _FirstCompilation(event.Listener):
     def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback: Callable[[], None] | None = callback
+        self._callback = callback
+        self._called = False
 
     def on_start(self, event: Any) -> None:
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
+        if not self._called:
+            self._called = True
+            self._callback()
 
     def on_end(self, event: Any) -> None:
         pass
+
+
+@contextmanager
+def on_compilation(callback: Callable[[], None]) -> Iterator[None]:
+    """Call back once, if inside the block something is compiled that the disk cache does not hold."""
+    with event.install_listener("numba:compile", _FirstCompilation(callback)):
+        yield
 
 
 def kernel(signature: str, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Kernel]:

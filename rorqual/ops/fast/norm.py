@@ -11,7 +11,8 @@ from numba import prange
 from torch import Tensor
 
 from rorqual.ops.fast.kernel import kernel
-from rorqual.ops.fast.linear import dot, part, parts_of, refuse_gradients
+from rorqual.ops.fast.linear import parts_of, refuse_gradients
+from rorqual.ops.fast.row_kernels import dot, part
 
 # T rows, K channels
 

@@ -8,6 +8,9 @@ Every element is one chain of multiply-adds along k, from zero or from what stoo
 and column alone, not on the tile's shape nor on its place in a tile.
 """
 
+# Kernels are typed by their Numba signatures.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from rorqual.ops.fast.vectors import (
     ARRAY,
     F32,
     I32,
+    I64,
     LANES,
     S32,
     VECTOR_F32,
@@ -30,6 +34,7 @@ from rorqual.ops.fast.vectors import (
     ahead,
     broadcast,
     call,
+    const,
     emit_fma,
     emit_relu,
     emit_round_bf16,
@@ -37,6 +42,7 @@ from rorqual.ops.fast.vectors import (
     load_at,
     pick,
     store_at,
+    tuple_of,
 )
 
 # Accumulators, column vectors and one broadcast fill at most 32 registers of AVX512, or 16 of half the width of AVX2.
@@ -50,41 +56,11 @@ DEPTH = 128
 def zeros(rows: int, vecs: int) -> Any:
     """Instruction () -> tile of zeros."""
 
-    @instruction(types.UniTuple(F32, rows * vecs))
+    @instruction(tuple_of(F32, rows * vecs))
     def tile_zeros(builder: Any) -> Any:
         return ir.Constant(ir.ArrayType(VECTOR_F32, rows * vecs), None)
 
     return tile_zeros
-
-
-def read(rows: int, vecs: int) -> Any:
-    """Instruction (data, at, row_stride) -> tile; its vectors are neighbours in a row."""
-
-    @instruction(types.UniTuple(F32, rows * vecs), ARRAY, types.intp, types.intp)
-    def tile_read(builder: Any, data: Any, at: Any, row_stride: Any) -> Any:
-        tile = ir.Constant(ir.ArrayType(VECTOR_F32, rows * vecs), ir.Undefined)
-        for r in range(rows):
-            row_at = ahead(builder, at, row_stride, r)
-            for v in range(vecs):
-                vector = load_at(builder, data, ahead(builder, row_at, LANES, v), VECTOR_F32)
-                tile = builder.insert_value(tile, vector, r * vecs + v)
-        return tile
-
-    return tile_read
-
-
-def write(rows: int, vecs: int) -> Any:
-    """Instruction (tile, data, at, row_stride): inverse of `read`."""
-
-    @instruction(types.void, types.UniTuple(F32, rows * vecs), ARRAY, types.intp, types.intp)
-    def tile_write(builder: Any, tile: Any, data: Any, at: Any, row_stride: Any) -> None:
-        for r in range(rows):
-            row_at = ahead(builder, at, row_stride, r)
-            for v in range(vecs):
-                vector = builder.extract_value(tile, r * vecs + v)
-                store_at(builder, vector, data, ahead(builder, row_at, LANES, v))
-
-    return tile_write
 
 
 def multiply_add(rows: int, vecs: int) -> Any:
@@ -92,26 +68,41 @@ def multiply_add(rows: int, vecs: int) -> Any:
 
     tile[r, v] + a[a_at + r * a_row] * b[b_at + v * b_vec ..+16], each rounded once.
     """
-    tile_type = types.UniTuple(F32, rows * vecs)
+    tile_type = tuple_of(F32, rows * vecs)
 
     @instruction(tile_type, tile_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
     def tile_multiply_add(builder: Any, tile: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any) -> Any:
-        columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_F32) for v in range(vecs)]
-        for r in range(rows):
-            scalar = load_at(builder, a, ahead(builder, a_at, a_row, r), a.type.pointee)
-            row = broadcast(builder, scalar, VECTOR_F32)
-            for v in range(vecs):
-                at = r * vecs + v
-                total = emit_fma(builder, row, columns[v], builder.extract_value(tile, at))
-                tile = builder.insert_value(tile, total, at)
-        return tile
+        tile = [builder.extract_value(tile, i) for i in range(rows * vecs)]
+        return _joined(builder, _outer(builder, tile, vecs, a, a_at, a_row, b, b_at, b_vec))
 
     return tile_multiply_add
 
 
+def _outer(
+    builder: Any, tile: list[Any], vecs: int, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any
+) -> list[Any]:
+    """A tile's vectors plus an outer product."""
+    columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_F32) for v in range(vecs)]
+    result = []
+    for i, total in enumerate(tile):
+        if i % vecs == 0:
+            scalar = load_at(builder, a, ahead(builder, a_at, a_row, i // vecs), a.type.pointee)
+            row = broadcast(builder, scalar, VECTOR_F32)
+        result.append(emit_fma(builder, row, columns[i % vecs], total))
+    return result
+
+
+def _joined(builder: Any, vectors: list[Any]) -> Any:
+    """A tuple of the vectors."""
+    tile = ir.Constant(ir.ArrayType(vectors[0].type, len(vectors)), ir.Undefined)
+    for i, vector in enumerate(vectors):
+        tile = builder.insert_value(tile, vector, i)
+    return tile
+
+
 def plus(rows: int, vecs: int) -> Any:
     """Instruction (tile, tile) -> their sum."""
-    tile_type = types.UniTuple(F32, rows * vecs)
+    tile_type = tuple_of(F32, rows * vecs)
 
     @instruction(tile_type, tile_type, tile_type)
     def tile_plus(builder: Any, x: Any, y: Any) -> Any:
@@ -127,7 +118,7 @@ def weigh(rows: int, vecs: int) -> Any:
 
     native: dots and products are rounded to bf16 (SPEC 3); w is taken as it is.
     """
-    lanes_type, dots_type = types.UniTuple(F32, rows), types.UniTuple(F32, rows * vecs)
+    lanes_type, dots_type = tuple_of(F32, rows), tuple_of(F32, rows * vecs)
 
     @instruction(lanes_type, lanes_type, dots_type, ARRAY, types.intp, types.boolean)
     def tile_weigh(builder: Any, lanes: Any, dots: Any, w: Any, w_at: Any, native: Any) -> Any:
@@ -144,7 +135,9 @@ def weigh(rows: int, vecs: int) -> Any:
                 result = builder.insert_value(result, total, r)
             return result
 
-        return _either(builder, native, lambda: weighed(partial(emit_round_bf16, builder)), lambda: weighed(lambda x: x))
+        return _either(
+            builder, native, lambda: weighed(partial(emit_round_bf16, builder)), lambda: weighed(lambda x: x)
+        )
 
     return tile_weigh
 
@@ -157,7 +150,7 @@ def write_lane_sums(rows: int) -> Any:
     """
     assert rows <= LANES
 
-    @instruction(types.void, types.UniTuple(F32, rows), ARRAY, types.intp, types.boolean)
+    @instruction(types.void, tuple_of(F32, rows), ARRAY, types.intp, types.boolean)
     def tile_write_lane_sums(builder: Any, lanes: Any, data: Any, at: Any, native: Any) -> None:
         vectors = [builder.extract_value(lanes, r) for r in range(rows)]
         for half in (8, 4, 2, 1):
@@ -193,7 +186,7 @@ def _either(builder: Any, condition: Any, then: Callable[[], Any], otherwise: Ca
 def integer_rows(rows: int, vecs: int) -> Any:
     """Instruction (data, at, vec_stride) -> int32 tile whose rows are all the same vectors."""
 
-    @instruction(types.UniTuple(S32, rows * vecs), ARRAY, types.intp, types.intp)
+    @instruction(tuple_of(S32, rows * vecs), ARRAY, types.intp, types.intp)
     def tile_integer_rows(builder: Any, data: Any, at: Any, vec_stride: Any) -> Any:
         tile = ir.Constant(ir.ArrayType(VECTOR_I32, rows * vecs), ir.Undefined)
         for v in range(vecs):
@@ -211,7 +204,7 @@ def dot_bytes(rows: int, vecs: int) -> Any:
     a holds unsigned bytes, four of a row from a_at + r * a_row; b signed ones, four of each of sixteen columns from
     b_at + v * b_vec.
     """
-    tile_type = types.UniTuple(S32, rows * vecs)
+    tile_type = tuple_of(S32, rows * vecs)
 
     @instruction(tile_type, tile_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
     def tile_dot_bytes(builder: Any, tile: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any) -> Any:
@@ -229,7 +222,7 @@ def dot_bytes(rows: int, vecs: int) -> Any:
 
 def add_scaled(rows: int, vecs: int) -> Any:
     """Instruction (tile, dots, a, a_at, a_row, b, b_at, b_vec) -> tile plus int32 dots * (a[row] * b[column])."""
-    tile_type, dots_type = types.UniTuple(F32, rows * vecs), types.UniTuple(S32, rows * vecs)
+    tile_type, dots_type = tuple_of(F32, rows * vecs), tuple_of(S32, rows * vecs)
 
     @instruction(tile_type, tile_type, dots_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
     def tile_add_scaled(
@@ -249,20 +242,55 @@ def add_scaled(rows: int, vecs: int) -> Any:
 
 
 def _product(rows: int, vecs: int) -> Any:
-    """Kernel part: one tile of a product, see `product`."""
-    tile_zeros, tile_read, tile_write = zeros(rows, vecs), read(rows, vecs), write(rows, vecs)
-    tile_multiply_add = multiply_add(rows, vecs)
+    """Instruction: one tile of `product`, its loop over k included."""
+    place = (types.intp, types.intp)
 
-    @inlined
-    def tile_product(a, a_at, a_row, a_k, b, b_at, b_k, b_vec, count, out, out_at, out_row, onto):  # type: ignore[no-untyped-def]
-        tile = tile_read(out, out_at, out_row) if onto else tile_zeros()
-        for _ in range(count):
-            tile = tile_multiply_add(tile, a, a_at, a_row, b, b_at, b_vec)
-            a_at += a_k
-            b_at += b_k
-        tile_write(tile, out, out_at, out_row)
+    @instruction(
+        types.void, ARRAY, *place, types.intp, ARRAY, *place, types.intp, types.intp, ARRAY, *place, types.boolean
+    )
+    def tile_product(
+        builder: Any, a: Any, a_at: Any, a_row: Any, a_k: Any, b: Any, b_at: Any, b_k: Any, b_vec: Any, count: Any,
+        out: Any, out_at: Any, out_row: Any, onto: Any,
+    ) -> None:  # fmt: skip
+        places = [
+            ahead(builder, ahead(builder, out_at, out_row, r), LANES, v) for r in range(rows) for v in range(vecs)
+        ]
+        held = _either(
+            builder,
+            onto,
+            lambda: _joined(builder, [load_at(builder, out, place, VECTOR_F32) for place in places]),
+            lambda: ir.Constant(ir.ArrayType(VECTOR_F32, rows * vecs), None),
+        )
+        start = [builder.extract_value(held, i) for i in range(rows * vecs)]
+
+        def step(k: Any, tile: list[Any]) -> list[Any]:
+            a_at_k, b_at_k = builder.add(a_at, builder.mul(k, a_k)), builder.add(b_at, builder.mul(k, b_k))
+            return _outer(builder, tile, vecs, a, a_at_k, a_row, b, b_at_k, b_vec)
+
+        for place, total in zip(places, _repeated(builder, count, start, step), strict=True):
+            store_at(builder, total, out, place)
 
     return tile_product
+
+
+def _repeated(builder: Any, count: Any, start: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """`values = step(k, values)` for k < count, from `start`; the values live in registers."""
+    before, body, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed(">", count, const(I64, 0)), body, after)
+    builder.position_at_end(body)
+    k, values = builder.phi(I64), [builder.phi(value.type) for value in start]
+    stepped = step(k, values)
+    following, end = builder.add(k, const(I64, 1)), builder.block
+    builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+    builder.position_at_end(after)
+    results = [builder.phi(value.type) for value in start]
+    for phi, first, next_value in zip((k, *values), (const(I64, 0), *start), (following, *stepped), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(next_value, end)
+    for phi, first, last in zip(results, start, stepped, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, end)
+    return results
 
 
 _wide, _narrow = _product(TILE_ROWS, TILE_VECS), _product(TILE_ROWS, 1)
@@ -270,7 +298,7 @@ _row_wide, _row_narrow = _product(1, TILE_VECS), _product(1, 1)
 
 
 @inlined
-def product(a, a_at, a_row, a_k, rows, b, b_at, b_k, b_vec, vecs, count, out, out_at, out_row, onto):  # type: ignore[no-untyped-def]
+def product(a, a_at, a_row, a_k, rows, b, b_at, b_k, b_vec, vecs, count, out, out_at, out_row, onto):
     """out[r, 16 v ..] (+)= sum over k of a[r, k] * b[k, 16 v ..] for r < rows, v < vecs, k < count.
 
     a[r, k] stands at a_at + r * a_row + k * a_k; vector v of b's row k at b_at + k * b_k + v * b_vec; vector v of

@@ -5,6 +5,9 @@ top: a histogram of a digit tells which value of it the k-th best score has, and
 agree so far. What remains is the k-th best score itself and how many of its equals are still wanted.
 """
 
+# Kernels are typed by their Numba signatures.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +18,8 @@ from numba import prange, types
 from torch import Tensor
 
 from rorqual.errors import FormatError
-from rorqual.ops.fast.kernel import allocating, inlined, kernel, workers
+from rorqual.ops.cpu import Path
+from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel, workers
 from rorqual.ops.fast.vectors import I32, const, instruction
 from rorqual.ops.reference.topk import topk_lowest as plain_topk_lowest
 
@@ -38,7 +42,7 @@ def _key(builder: Any, score: Any) -> Any:
 
 
 @inlined
-def _edge(counts, wanted):  # type: ignore[no-untyped-def]
+def _edge(counts, wanted):
     """The digit value of the `wanted`-th best, and how many have a better one. counts holds at least `wanted`."""
     above = 0
     for value in range(counts.size - 1, -1, -1):
@@ -49,7 +53,7 @@ def _edge(counts, wanted):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _count_first(row, counts):  # type: ignore[no-untyped-def]
+def _count_first(row, counts):
     """Histogram of the first digit; the position of a NaN, or -1."""
     counts[:] = 0
     bad = -1
@@ -62,7 +66,7 @@ def _count_first(row, counts):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _count_next(keys, known, known_shift, shift, counts):  # type: ignore[no-untyped-def]
+def _count_next(keys, known, known_shift, shift, counts):
     """Histogram of the digit between the two shifts, among keys whose higher bits are `known`."""
     counts[:] = 0
     mask = (_U32(1) << (known_shift - shift)) - _U32(1)
@@ -72,7 +76,7 @@ def _count_next(keys, known, known_shift, shift, counts):  # type: ignore[no-unt
 
 
 @allocating
-def _select(row, k, counts, out):  # type: ignore[no-untyped-def]
+def _select(row, k, counts, out):
     """Fill out [k] with one row's indices; returns where a NaN stands, or -1."""
     out[:] = -1
     bad = _count_first(row, counts)
@@ -107,7 +111,7 @@ def _select(row, k, counts, out):  # type: ignore[no-untyped-def]
 
 
 @kernel(_SIGNATURE, parallel=True)
-def _topk(scores, rows, k, tasks, out, bad):  # type: ignore[no-untyped-def]
+def _topk(scores, rows, k, tasks, out, bad):
     width = scores.size // rows
     for task in prange(tasks):
         counts = np.empty(2048, np.int64)
@@ -115,14 +119,16 @@ def _topk(scores, rows, k, tasks, out, bad):  # type: ignore[no-untyped-def]
             bad[row] = _select(scores[row * width : (row + 1) * width], k, counts, out[row * k : (row + 1) * k])
 
 
-KERNELS = (_topk,)
+def kernels(path: Path) -> tuple[Kernel, ...]:
+    """What `topk_lowest` runs: the same on every path."""
+    return (_topk,)
 
 
 def topk_lowest(scores_RG: Tensor, k: int) -> Tensor:
     """As the plain `topk_lowest`, which serves scores that are not fp32 on a CPU."""
     if scores_RG.dtype != torch.float32 or scores_RG.device.type != "cpu" or not k or not scores_RG.numel():
         return plain_topk_lowest(scores_RG, k)
-    rows, width = scores_RG.shape
+    rows = scores_RG.shape[0]
     out, bad = torch.empty(rows, k, dtype=torch.int64), np.empty(rows, np.int64)
     tasks = max(1, min(workers(), rows, scores_RG.numel() // SCORES_A_TASK))
     flat = scores_RG.detach().contiguous().view(-1).numpy()

@@ -23,17 +23,22 @@ from numba.extending import intrinsic, register_model
 
 LANES = 16
 
+# Numba's own modules are typed too loosely for typed code.
+_cgutils: Any = cgutils
+tuple_of: Any = types.UniTuple
+"""(element type, count) -> Numba type of a tuple."""
+
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 VECTOR_F32 = ir.VectorType(ir.FloatType(), LANES)
 VECTOR_I32 = ir.VectorType(I32, LANES)
 VECTOR_I8 = ir.VectorType(I8, LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """Numba type of a vector value; it never leaves compiled code."""
 
     def __init__(self, element: str, llvm_type: ir.VectorType) -> None:
-        super().__init__(name=f"vector({element} x {LANES})")
+        super().__init__(f"vector({element} x {LANES})")
         self.llvm_type = llvm_type
 
 
@@ -41,9 +46,9 @@ F32, S32 = Vector("float32", VECTOR_F32), Vector("int32", VECTOR_I32)
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, vector.llvm_type)
+        super().__init__(manager, vector, vector.llvm_type)  # type: ignore[no-untyped-call]
 
 
 ARRAY = "array"
@@ -119,7 +124,7 @@ def ahead(builder: Any, offset: Any, stride: Any, count: int) -> Any:
 def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Call an LLVM intrinsic by name."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+    return builder.call(_cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -208,9 +213,7 @@ def exp(builder: Any, x: Any) -> Any:
     low, high = const(VECTOR_F32, -87.33654), const(VECTOR_F32, 88.72283)
     inside = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     inside = builder.select(builder.fcmp_ordered(">", x, high), high, inside)
-    n = call(
-        builder, "llvm.nearbyint.v16f32", VECTOR_F32, builder.fmul(inside, const(VECTOR_F32, 1.4426950408889634))
-    )
+    n = call(builder, "llvm.nearbyint.v16f32", VECTOR_F32, builder.fmul(inside, const(VECTOR_F32, 1.4426950408889634)))
     # ln 2 in two parts; n times the first is exact.
     r = emit_fma(builder, n, const(VECTOR_F32, -0.693359375), inside)
     r = emit_fma(builder, n, const(VECTOR_F32, 2.12194440e-4), r)

@@ -69,6 +69,7 @@ class _ExpertMlp:
     native: bool
 
     def __call__(self, x_TK: Tensor, expert: int, weight_T1: Tensor, short_rows: int) -> Tensor:
+        assert 0 <= expert < len(self.w1), "expert indices are out of range"
         gate_TI = self._round(linear(x_TK, self.w1[expert], short_rows, self.native))
         up_TI = self._round(linear(x_TK, self.w3[expert], short_rows, self.native))
         hidden_TI = self._round(swiglu(gate_TI, up_TI, self.limit) * weight_T1)
@@ -80,7 +81,7 @@ class _ExpertMlp:
 
 def _one_row(mlp: _ExpertMlp, x_1K: Tensor, chosen: list[int], weight_1k: Tensor) -> Tensor:
     # Fresh tensors of one shape: elementwise kernels, too, may treat a tail differently from a full vector.
-    total = torch.zeros(1, mlp.w2[chosen[0]].shape[0])
+    total = x_1K.new_zeros(1, mlp.w2[0].shape[0], dtype=torch.float32)
     for slot, expert in enumerate(chosen):
         total = total + mlp(x_1K.clone(), expert, weight_1k[:, slot : slot + 1], 1)
     return total
@@ -91,13 +92,12 @@ def _grouped_rows(mlp: _ExpertMlp, x_TK: Tensor, expert_index_Tk: Tensor, weight
     by_expert_P = expert_index_Tk.flatten().argsort(stable=True)
     row_P = by_expert_P // slots
     weight_P1 = weight_Tk.flatten()[by_expert_P, None]
-    counts = expert_index_Tk.flatten().bincount(minlength=len(mlp.w1)).tolist()
+    chosen, counts = expert_index_Tk.unique(return_counts=True)
     outputs, start = [x_TK.new_zeros(0, mlp.w2[0].shape[0], dtype=torch.float32)], 0
-    for expert, count in enumerate(counts):
-        if count:
-            pairs = slice(start, start + count)
-            outputs.append(mlp(x_TK[row_P[pairs]], expert, weight_P1[pairs], 0))
-            start += count
+    for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        pairs = slice(start, start + count)
+        outputs.append(mlp(x_TK[row_P[pairs]], expert, weight_P1[pairs], 0))
+        start += count
     y_PK = torch.cat(outputs)[by_expert_P.argsort()]
     total = y_PK.new_zeros(x_TK.shape[0], y_PK.shape[1])
     for slot in range(slots):

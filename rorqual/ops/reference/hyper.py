@@ -57,9 +57,13 @@ def split_mixes(
     n = copies_of(mixes_TM.shape[1])
     part_M = torch.tensor([0] * n + [1] * n + [2] * n * n, device=mixes_TM.device)
     logits_TM = mixes_TM * scale_3[part_M] + base_M
-    gates_TG = by_row(torch.sigmoid, logits_TM[:, : 2 * n], short_rows)
-    rows_Tnn = by_row(lambda x: torch.softmax(x, dim=-1), logits_TM[:, 2 * n :].reshape(-1, n, n), short_rows)
-    return gates_TG[:, :n] + hc_eps, 2 * gates_TG[:, n:], _sinkhorn(rows_Tnn + hc_eps, hc_eps, iters)
+    # Contiguous parts: torch's sigmoid has other last bits on a strided view.
+    pre_Tn, post_Tn = (by_row(torch.sigmoid, g.contiguous(), short_rows) for g in logits_TM[:, : 2 * n].split(n, 1))
+    rows_Tnn = logits_TM[:, 2 * n :].reshape(-1, n, n)
+    # Written out, not torch.softmax: the reference's bits.
+    rows_Tnn = by_row(torch.exp, rows_Tnn - rows_Tnn.amax(-1, keepdim=True), short_rows)
+    rows_Tnn = _normalize(rows_Tnn, 2, 0.0)
+    return pre_Tn + hc_eps, 2 * post_Tn, _sinkhorn(rows_Tnn + hc_eps, hc_eps, iters)
 
 
 def hyper_collapse(streams_TnD: Tensor, pre_Tn: Tensor) -> Tensor:
@@ -71,11 +75,11 @@ def hyper_collapse(streams_TnD: Tensor, pre_Tn: Tensor) -> Tensor:
 
 
 def hyper_expand(out_TD: Tensor, streams_TnD: Tensor, post_Tn: Tensor, comb_Tnn: Tensor) -> Tensor:
-    """X'_k = post[k] out + sum_j comb[j, k] X_j, fp32 [T, n, D]; the output first, then j from 0 up."""
-    total = post_Tn.unsqueeze(-1) * out_TD.float().unsqueeze(1)
-    for j in range(streams_TnD.shape[1]):
+    """X'_k = post[k] out + sum_j comb[j, k] X_j, fp32 [T, n, D]; the sum first, j from 0 up: the reference's order."""
+    total = comb_Tnn[:, 0].unsqueeze(-1) * streams_TnD[:, 0, None].float()
+    for j in range(1, streams_TnD.shape[1]):
         total = total + comb_Tnn[:, j].unsqueeze(-1) * streams_TnD[:, j, None].float()
-    return total
+    return post_Tn.unsqueeze(-1) * out_TD.float().unsqueeze(1) + total
 
 
 def copies_of(mixes: int) -> int:

@@ -56,10 +56,14 @@ def block_linear(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 
     Scales are powers of two, so products of dequantised values are the scaled products of the codes, exactly.
     """
+    rows = x_TK.shape[0]
+    if rows == 1:
+        # A lone row would go to a matrix-vector product, which adds a block in another order than a matrix product.
+        x_TK = torch.cat((x_TK, torch.zeros_like(x_TK)))
     y_TN = x_TK.new_zeros(x_TK.shape[0], w_NK.shape[0])
     for k in range(0, w_NK.shape[1], BLOCK):
         y_TN = y_TN + F.linear(x_TK[:, k : k + BLOCK], w_NK[:, k : k + BLOCK])
-    return y_TN
+    return y_TN[:rows]
 
 
 def _tiles(weight: Weight) -> Iterator[Tensor]:

@@ -26,19 +26,16 @@ def rms_norm(x_TK: Tensor, weight_K: Tensor, eps: float, native: bool) -> Tensor
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """mean of x^2 over the last dimension, fp32 [...]."""
-    return ordered_sum(x * x) / x.shape[-1]
+    """mean of x^2 over the last dimension, fp32 [...]; every row's bits are its own."""
+    return row_sum(x * x) / x.shape[-1]
 
 
-def ordered_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension by halving: element j takes element j + half, again and again.
+WHOLE_ROW = 1 << 14
+"""Elements that torch sums in one order whatever stands beside the row; it splits a lone row of 2^15 over threads."""
 
-    torch's own reductions split the work by the shape of the whole tensor, so one row's sum may change with the number
-    of rows beside it.
-    """
-    while x.shape[-1] > 1:
-        half = (x.shape[-1] + 1) // 2
-        paired = x.shape[-1] - half
-        folded = x[..., :paired] + x[..., half:]
-        x = folded if paired == half else torch.cat([folded, x[..., paired:half]], dim=-1)
-    return x.squeeze(-1)
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension, torch's own order (the reference's), the same for a row alone and in a batch."""
+    if x.shape[-1] <= WHOLE_ROW:
+        return x.sum(-1)
+    return torch.stack([part.contiguous().sum(-1) for part in x.split(WHOLE_ROW, dim=-1)], dim=-1).sum(-1)

@@ -26,8 +26,8 @@ def topk_lowest(scores_RG: Tensor, k: int) -> Tensor:
     """
     rows, width = scores_RG.shape
     if bool(torch.isnan(scores_RG).any()):
-        first = tuple(torch.isnan(scores_RG).nonzero()[0].tolist())
-        raise FormatError(f"score {first} is NaN: scores must be numbers or -inf")
+        at = tuple(torch.isnan(scores_RG).nonzero()[0].tolist())
+        raise FormatError(f"score {at} is NaN: scores must be numbers or -inf")
     out = torch.full((rows, k), -1, dtype=torch.int64, device=scores_RG.device)
     if k == 0 or width == 0:
         return out

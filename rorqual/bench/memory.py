@@ -1,0 +1,98 @@
+"""What a model keeps resident: `rorqual bench memory`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rorqual.bench.checkpoints import checkpoint, stored_bytes
+from rorqual.bench.report import Bar, JsonRow
+from rorqual.checkpoint.names import expected_tensors
+from rorqual.checkpoint.parameters import parameter_count
+from rorqual.config import ModelConfig
+from rorqual.errors import InputError
+from rorqual.ops.dispatch import Backend, Progress
+
+REPEATS = 3
+BAR = Bar(at_most=2e9)
+
+NOTES = (
+    "each run is a fresh process with the fast ops, prefill full; peak_rss_bytes is the worst peak (VmHWM) of all runs",
+    "weights are mapped from the file: their pages count as resident once read (end_rss_file_bytes)",
+    "fp32_weight_bytes is what the same parameters would take expanded",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Tokens of one run, and the preset it makes when no checkpoint is given."""
+
+    preset: str = "real-pair"
+    prompt: int = 256
+    decoded: int = 8
+    chunk: int = 256
+
+
+FULL = Lengths()
+QUICK = Lengths(preset="tiny", prompt=24, decoded=2, chunk=24)
+
+
+def run_memory(
+    *, model: Path | None = None, repeats: int = REPEATS, quick: bool = False, progress: Progress | None = None
+) -> list[JsonRow]:
+    """One row: peaks of fresh processes, and what the checkpoint holds.
+
+    Raises:
+        InputError, CheckpointError, ConfigError: a checkpoint that cannot be loaded or has too few positions.
+    """
+    lengths = QUICK if quick else FULL
+    # Compiled here once, so that a fresh process measures the model and not the compiler.
+    Backend("fast").warm()
+    runs: list[JsonRow] = []
+    with checkpoint(model, lengths.preset) as folder:
+        config = ModelConfig.from_json(folder)
+        for done in range(repeats):
+            if progress is not None:
+                progress(done, repeats)
+            runs.append(fresh_run(folder, lengths))
+    if progress is not None:
+        progress(repeats, repeats)
+    return [_row(config, lengths, runs, model.name if model is not None else lengths.preset)]
+
+
+def fresh_run(folder: Path, lengths: Lengths) -> JsonRow:
+    """One run of `resident` in a process of its own. Raises InputError with its last line of complaint."""
+    numbers = (str(lengths.prompt), str(lengths.decoded), str(lengths.chunk))
+    command = [sys.executable, "-m", "rorqual.bench.resident", str(folder), *numbers]
+    # The same package as here, installed or not.
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise InputError(f"model: the run in a fresh process failed: {lines[-1]}")
+    result: JsonRow = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _row(config: ModelConfig, lengths: Lengths, runs: list[JsonRow], name: str) -> JsonRow:
+    worst = max(runs, key=_peak)
+    peak = _peak(worst)
+    return {
+        "name": name,
+        "shape": f"prefill {lengths.prompt} tokens, decode {lengths.decoded}",
+        "numerics": "fp32",
+        **worst,
+        "peaks_of_runs_bytes": [_peak(run) for run in runs],
+        "weight_bytes": stored_bytes(config),
+        "fp32_weight_bytes": 4 * sum(parameter_count(spec) for spec in expected_tensors(config).values()),
+        "bar": BAR.as_json(peak) if peak else None,
+    }
+
+
+def _peak(run: JsonRow) -> int:
+    peak = run["peak_rss_bytes"]
+    return peak if isinstance(peak, int) else 0

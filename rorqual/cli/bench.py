@@ -1,0 +1,143 @@
+"""`rorqual bench`: measure kernels, a model, or its memory, against plain twins and bars, on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rorqual.cli.output import Cell, Facts, ProgressLine, bytes_text, print_facts, print_json, print_table
+from rorqual.errors import InputError
+
+if TYPE_CHECKING:
+    from rorqual.bench.report import JsonRow
+
+KINDS = ("kernels", "model", "memory")
+TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "bar")
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model or memory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes: shows that it runs, measures nothing.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder for model and memory; else a random preset.")
+    ] = None,
+) -> None:
+    """Measure on this machine: kernels and a model against their plain twins, or the memory a model keeps."""
+    check(what, repeats, model)
+
+    from rorqual.bench.report import check_out, write_document
+
+    if out is not None:
+        check_out(out)
+    document = measure(what, repeats, quick, model)
+    if out is not None:
+        write_document(document, out)
+    if as_json:
+        print_json(document)
+    else:
+        show(document)
+
+
+def check(what: str, repeats: int | None, model: Path | None) -> None:
+    """Refuse what cannot be measured, before anything heavy is imported."""
+    if what not in KINDS:
+        raise InputError(f"what: '{what}' cannot be measured; legal: {', '.join(KINDS)}")
+    if repeats is not None and repeats < 1:
+        raise InputError(f"repeats: {repeats} is not legal; legal: at least 1")
+    if model is not None and what == "kernels":
+        raise InputError("model: kernels are measured without a checkpoint; legal: with model and memory")
+
+
+def spelled(what: str, repeats: int | None, quick: bool, model: Path | None) -> str:
+    """The command line that measures the same, without paths of this machine."""
+    words = ["rorqual", "bench", what]
+    words += ["--repeats", str(repeats)] if repeats is not None else []
+    words += ["--quick"] if quick else []
+    words += ["--model", model.name] if model is not None else []
+    return shlex.join(words)
+
+
+def measure(what: str, repeats: int | None, quick: bool, model: Path | None) -> JsonRow:
+    """Run one benchmark; the document of `--json`."""
+    from rorqual.bench import kernels, memory
+    from rorqual.bench import model as models
+    from rorqual.bench.report import Report
+
+    report = Report(what, spelled(what, repeats, quick, model), quick)
+    with ProgressLine(f"measuring {what}") as progress:
+        if what == "kernels":
+            rows = kernels.run_kernels(
+                report.roofline, repeats=repeats or kernels.REPEATS, quick=quick, progress=progress
+            )
+            return report.document(rows, kernels.NOTES)
+        if what == "model":
+            rows = models.run_model(
+                report.roofline, model=model, repeats=repeats or models.REPEATS, quick=quick, progress=progress
+            )
+            return report.document(rows, models.NOTES)
+        rows = memory.run_memory(model=model, repeats=repeats or memory.REPEATS, quick=quick, progress=progress)
+        return report.document(rows, memory.NOTES)
+
+
+def show(document: Mapping[str, Any]) -> None:
+    """The document as tables."""
+    rows = document["rows"]
+    if document["what"] == "memory":
+        for row in rows:
+            facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
+            print_facts(f"{row['name']}: {row['shape']}", facts)
+            if row.get("bar"):
+                print(f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}\n")
+    else:
+        print_table(TIME_COLUMNS, [_cells(row) for row in rows], title=document["command"])
+        print()
+    machine, roofline = document["machine"], document["roofline"]
+    print_facts("machine", {key: _text(value) for key, value in machine.items()})
+    print_facts("roofline", roofline)
+    for note in document["notes"]:
+        print(note)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[Cell, ...]:
+    contestants = [key for key in row if key.endswith("_s")]
+    if contestants == ["ced_s", "full_s"]:
+        contestants.reverse()
+    baseline, measured = (_time(key, row[key]) for key in contestants)
+    variant = " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
+    ratio = row["ratio"]
+    if ratio is None:
+        return row["name"], row["shape"], variant, baseline, row["unavailable"], "-", "-", "-"
+    share = f"{row['roofline']['share']:.0%} ({row['roofline']['bound']})" if "roofline" in row else "-"
+    return row["name"], row["shape"], variant, baseline, measured, f"{ratio:.3g}", share, _bar(row, f"{ratio:.3g}")
+
+
+def _time(name: str, sample: Mapping[str, float] | None) -> str:
+    """`plain 46.1 ms (45.0 - 50.2)`; microseconds where that reads better."""
+    if sample is None:
+        return "-"
+    unit, factor = ("ms", 1e3) if sample["median"] >= 1e-3 else ("us", 1e6)
+    numbers = [f"{sample[key] * factor:.4g}" for key in ("median", "min", "max")]
+    return f"{name.removesuffix('_s')} {numbers[0]} {unit} ({numbers[1]} - {numbers[2]})"
+
+
+def _bar(row: Mapping[str, Any], value: str) -> str:
+    bar = row.get("bar")
+    if bar is None:
+        return "-"
+    sign, limit = (">=", bar["at_least"]) if "at_least" in bar else ("<=", bar["at_most"])
+    shown = bytes_text(int(limit)) if limit > 1e6 else f"{limit:g}"
+    return f"{value} {sign} {shown}: {'reached' if bar['reached'] else 'MISSED'}"
+
+
+def _text(value: Any) -> Cell:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    cell: Cell = value
+    return cell

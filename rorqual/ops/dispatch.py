@@ -1,0 +1,211 @@
+"""Which function serves an op: the plain torch twins, or the kernels.
+
+    ops = Backend("auto").ops()        # once a forward: twins and kernels never mix within one
+    out = ops.sparse_attention(...)
+
+To add an op: write `reference/<family>.py` and its twin `fast/<family>.py` of the same signature, add a field to `Ops`,
+name both functions in `reference_ops` and `fast_ops`, and the twin's kernels in `_steps`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rorqual.errors import ConfigError
+from rorqual.formats import codec
+from rorqual.formats.codec import Packed
+from rorqual.formats.spec import FORMATS, NumberFormat
+from rorqual.log import logger
+from rorqual.ops.reference import attention, experts, gather, hyper, index_scores, linear, norm, topk
+
+if TYPE_CHECKING:
+    from rorqual.ops.cpu import Path
+
+Mode = Literal["auto", "fast", "plain"]
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ops:
+    """One function an op; signatures and meaning are those of `formats.codec` and `ops.reference`."""
+
+    name: str
+    quantize: Callable[..., Packed]
+    dequantize: Callable[..., Tensor]
+    gather_rows: Callable[..., Tensor]
+    index_scores: Callable[..., Tensor]
+    index_scores_at: Callable[..., Tensor]
+    topk_lowest: Callable[..., Tensor]
+    sparse_attention: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    experts: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    hyper_mix: Callable[..., hyper.Coefficients]
+    hyper_collapse: Callable[..., Tensor]
+    hyper_expand: Callable[..., Tensor]
+
+
+def reference_ops() -> Ops:
+    """The plain torch twins; the only ops with gradients."""
+    return Ops(
+        name="plain",
+        quantize=codec.quantize,
+        dequantize=codec.dequantize,
+        gather_rows=gather.gather_rows,
+        index_scores=index_scores.index_scores,
+        index_scores_at=index_scores.index_scores_at,
+        topk_lowest=topk.topk_lowest,
+        sparse_attention=attention.sparse_attention,
+        linear=linear.linear,
+        experts=experts.experts,
+        rms_norm=norm.rms_norm,
+        hyper_mix=hyper.hyper_mix,
+        hyper_collapse=hyper.hyper_collapse,
+        hyper_expand=hyper.hyper_expand,
+    )
+
+
+def fast_ops(path: Path | None = None) -> Ops:
+    """The kernels; each compiles at its first call unless warmed.
+
+    Args:
+        path: of `rorqual.ops.cpu`; None takes the best this CPU runs.
+
+    Raises:
+        ConfigError: an unknown path, or one whose CPU features are missing.
+    """
+    # Numba and LLVM take half a second to import; who asks for plain ops does without.
+    from rorqual.ops import cpu
+    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, topk
+
+    path = cpu.best_path() if path is None else cpu.check_path(path)
+    return Ops(
+        name=f"fast ({path})",
+        quantize=codec.quantize_fast,
+        dequantize=codec.dequantize_fast,
+        gather_rows=partial(gather.gather_rows, path=path),
+        index_scores=partial(index_scores.index_scores, path=path),
+        index_scores_at=partial(index_scores.index_scores_at, path=path),
+        topk_lowest=topk.topk_lowest,
+        sparse_attention=partial(attention.sparse_attention, path=path),
+        linear=partial(linear.linear, path=path),
+        experts=partial(experts.experts, path=path),
+        rms_norm=norm.rms_norm,
+        hyper_mix=partial(hyper.hyper_mix, path=path),
+        hyper_collapse=hyper.hyper_collapse,
+        hyper_expand=hyper.hyper_expand,
+    )
+
+
+def _steps() -> list[Callable[[], None]]:
+    """What makes everything that `fast_ops()` runs start at once, step by step."""
+    from rorqual.ops import cpu
+    from rorqual.ops.fast import attention, experts, gather, hyper, index_scores, linear, norm, topk
+
+    path = cpu.best_path()
+    by_path = (module.kernels(path) for module in (attention, index_scores, topk, gather))
+    kernels = itertools.chain(*by_path, linear.KERNELS, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
+    return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
+
+
+def _warm_codec(fmt: NumberFormat) -> None:
+    """The codec's kernels take their types from their first call."""
+    from rorqual.ops.fast.codec import dequantize_fast, quantize_fast
+
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = quantize_fast(torch.ones(1, 2 * fmt.width_multiple, dtype=dtype), fmt)
+        dequantize_fast(packed.codes, packed.scales, fmt)
+
+
+class Backend:
+    """Gives a forward its ops.
+
+    Args:
+        mode: "plain" for the twins; "fast" for the kernels, compiled as they are needed; "auto" for the kernels as soon
+            as all of them are compiled, and the twins until then. Kernels that the disk cache holds are loaded before
+            the first forward; when one has to be compiled, a thread compiles and the forward goes on.
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+
+    def __init__(self, mode: str = "auto") -> None:
+        if mode not in get_args(Mode):
+            raise ConfigError(f"kernels is '{mode}', must be one of {', '.join(get_args(Mode))}")
+        self.mode = mode
+        self._plain = reference_ops()
+        self._fast: Ops | None = None
+        self._starting = threading.Lock()
+        self._compiler: threading.Thread | None = None
+        # Set when the thread is done, or knows that it will take its time.
+        self._settled = threading.Event()
+
+    def ops(self) -> Ops:
+        """The ops of one forward."""
+        if self.mode == "plain":
+            return self._plain
+        if self._fast is None and self.mode == "fast":
+            self._fast = fast_ops()
+        if self._fast is None:
+            self._start()
+            self._settled.wait()
+        return self._fast or self._plain
+
+    def warm(self, progress: Progress | None = None) -> None:
+        """Compile everything, or load it from the disk cache, and return when it is done."""
+        if self.mode == "plain":
+            return
+        steps = _steps()
+        for done, step in enumerate(steps):
+            if progress is not None:
+                progress(done, len(steps))
+            step()
+        if progress is not None:
+            progress(len(steps), len(steps))
+        self._fast = self._fast or fast_ops()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until `auto` has settled on the kernels or given them up; False when the time ran out."""
+        if self._compiler is not None:
+            self._compiler.join(timeout_s)
+            return not self._compiler.is_alive()
+        return True
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._compiler is None:
+                # Not a daemon: one that is killed inside LLVM may take the process with it. It stops between kernels.
+                self._compiler = threading.Thread(target=self._compile, name="rorqual-kernels", daemon=False)
+                self._compiler.start()
+
+    def _compile(self) -> None:
+        started = time.monotonic()
+        try:
+            from rorqual.ops.fast.kernel import on_compilation
+
+            with on_compilation(self._go_on):
+                for step in _steps():
+                    if not threading.main_thread().is_alive():
+                        return
+                    step()
+            self._fast = fast_ops()
+            logger.info("kernels are ready after %.1f s: %s", time.monotonic() - started, self._fast.name)
+        except Exception as error:  # whatever the compiler raises: a machine without kernels still serves
+            logger.warning("kernels do not compile on this machine, the plain ops serve: %s", error)
+        finally:
+            self._settled.set()
+
+    def _go_on(self) -> None:
+        if not self._settled.is_set():
+            logger.info("kernels are compiling (first run on this machine); the plain ops serve until then")
+            self._settled.set()

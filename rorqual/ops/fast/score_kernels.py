@@ -1,0 +1,304 @@
+"""Index-score kernels in vectors.
+
+    vnni     codes as small integers: a block of 32 channels is 8 x `vpdpbusd`, then one multiply-add with both scales.
+             Keys are 2 k + 12, unsigned: sum (2 k + 12)(2 q) - 12 sum 2 q = 4 k . q
+    vector   dequantised fp32, a chain of multiply-adds a block
+
+Sums have the order that `rorqual.ops.reference.index_scores` states: exact within a block, blocks from the left, heads
+by lanes of sixteen. A block of keys is decoded once for a chunk of rows.
+
+Kernel arguments, arrays flat (R rows, P panels of 16 heads, D channels, B blocks of 32, G groups):
+    query    codes [R, 16 P, D/2], scales [R, 16 P, B], w [R, 16 P], visible [R]
+    keys     index [R, G] of groups, or empty: then groups [group0, group0 + G); group0; G
+    region   see `decode.region_arrays`
+Queries are turned to panels [R, P, D, 16] (vnni: [R, P, B, 8, 16, 4]).
+"""
+
+# Kernels are typed by their Numba signatures.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from rorqual.ops.fast.decode import (
+    BLOCK,
+    CODE_BYTES,
+    E8M0,
+    ENTRIES,
+    REGION,
+    decode_row,
+    e2m1_block,
+    e2m1_bytes,
+    e2m1_query_bytes,
+    locate,
+    locate_slot,
+)
+from rorqual.ops.fast.kernel import allocating, inlined, kernel
+from rorqual.ops.fast.tiles import (
+    TILE_ROWS,
+    TILE_VECS,
+    add_scaled,
+    dot_bytes,
+    integer_rows,
+    multiply_add,
+    plus,
+    transpose,
+    weigh,
+    write_lane_sums,
+    zeros,
+)
+from rorqual.ops.fast.vectors import LANES, multiply, splat, store
+
+KEYS = 48
+"""Keys decoded together: a multiple of every tile's rows, and within the first cache as fp32."""
+ROWS = 64
+"""Rows scored against one decoding of a block of keys."""
+VNNI_ROWS, VNNI_VECS = 4, 2
+
+SIGNATURE = (
+    "void(Tuple((uint8[::1], uint8[::1], float32[::1], int64[::1])), Tuple((int64[::1], int64, int64)),"
+    f" {REGION}, int64, boolean, int64, float32[::1])"
+)
+
+_HIDDEN = np.float32(-np.inf)
+
+
+@inlined
+def unit_of(unit, rows, keys):
+    """(first row, last row, first key, keys) of a piece of work: KEYS keys, and ROWS rows unless each has its own."""
+    index, _, count = keys
+    chunk = 1 if index.size > 0 else ROWS
+    chunks = (rows + chunk - 1) // chunk
+    first, start = unit % chunks * chunk, unit // chunks * KEYS
+    return first, min(first + chunk, rows), start, min(KEYS, count - start)
+
+
+@inlined
+def units(rows, keys):
+    """How many pieces of work there are."""
+    index, _, count = keys
+    chunk = 1 if index.size > 0 else ROWS
+    return (rows + chunk - 1) // chunk * ((count + KEYS - 1) // KEYS)
+
+
+@inlined
+def reach(visible, keys, row, start, n):
+    """How many of the n keys from `start` a row sees."""
+    index, group0, _ = keys
+    return n if index.size > 0 else min(n, visible[row] - group0 - start)
+
+
+@inlined
+def find(region, keys, visible, first, last, start, n, codes_at, scales_at):
+    """Where the keys stand that some row of [first, last) sees, -1 where an index is; returns how many there are.
+
+    The others must not be read: their pages may hold anything.
+    """
+    _, geometry, table, _ = region
+    index, group0, count = keys
+    most = 0
+    for row in range(first, last):
+        most = max(most, reach(visible, keys, row, start, n))
+    page = (group0 + start) // geometry[ENTRIES]
+    slot = group0 + start - page * geometry[ENTRIES]
+    for i in range(most):
+        if index.size > 0:
+            codes_at[i], scales_at[i] = -1, -1
+            group = index[first * count + start + i]
+            if group >= 0:
+                codes_at[i], scales_at[i] = locate(geometry, table, group)
+        else:
+            codes_at[i], scales_at[i] = locate_slot(geometry, table[page], slot)
+            slot += 1
+            if slot == geometry[ENTRIES]:
+                page, slot = page + 1, 0
+    return most
+
+
+@inlined
+def emit(found, seen, n, keys, row, start, out):
+    """One row's scores of a block to their place, -inf where hidden or absent."""
+    index, _, count = keys
+    at = row * count + start
+    row_out = out[at : at + n]
+    for i in range(n):
+        row_out[i] = found[i] if i < seen else _HIDDEN
+    if index.size > 0:
+        for i in range(n):
+            if index[at + i] < 0:
+                row_out[i] = _HIDDEN
+
+
+def _vnni_panels(vecs: int) -> Any:
+    """Part: add `vecs` panels' weighted dots to the lanes of a tile of keys."""
+    rows = VNNI_ROWS
+    tile_zeros, start, dot = zeros(rows, vecs), integer_rows(rows, vecs), dot_bytes(rows, vecs)
+    scale, tile_weigh = add_scaled(rows, vecs), weigh(rows, vecs)
+
+    @inlined
+    def panels(lanes, block, key, turned, panel, w, blocks, native):
+        keys, key_scales = block
+        q, q_scales, corrections = turned
+        width, scale_at = blocks * BLOCK, key * blocks
+        key_at, q_at, s_at = key * width, panel * width * LANES, panel * blocks * LANES
+        total = tile_zeros()
+        for b in range(blocks):
+            dots = start(corrections, s_at, blocks * LANES)
+            for step in range(BLOCK // 4):
+                dots = dot(dots, keys, key_at + step * 4, width, q, q_at + step * 64, width * LANES)
+            total = scale(total, dots, key_scales, scale_at + b, blocks, q_scales, s_at, blocks * LANES)
+            key_at += BLOCK
+            q_at += BLOCK * LANES
+            s_at += LANES
+        return tile_weigh(lanes, total, w, panel * LANES, native)
+
+    return panels
+
+
+_vnni_wide, _vnni_narrow = _vnni_panels(VNNI_VECS), _vnni_panels(1)
+_vnni_lanes, _vnni_write = zeros(VNNI_ROWS, 1), write_lane_sums(VNNI_ROWS)
+
+
+@inlined
+def _vnni_row(block, n, turned, row, panels, w, blocks, native, found):
+    """Scores of one row against the first n keys of a block."""
+    for key in range(0, n, VNNI_ROWS):
+        lanes = _vnni_lanes()
+        p, last = row * panels, (row + 1) * panels
+        while p < last:
+            if p + VNNI_VECS <= last:
+                lanes = _vnni_wide(lanes, block, key, turned, p, w, blocks, native)
+                p += VNNI_VECS
+            else:
+                lanes = _vnni_narrow(lanes, block, key, turned, p, w, blocks, native)
+                p += 1
+        _vnni_write(lanes, found, key, native)
+
+
+@inlined
+def _vnni_query(query, panel, blocks, turned):
+    """One panel's queries as signed bytes, a quarter of their scales, corrections."""
+    codes, scales, _, _ = query
+    q, q_scales, corrections = turned
+    for b in range(blocks):
+        at = (panel * blocks + b) * LANES
+        e2m1_query_bytes(codes, (panel * LANES * blocks + b) * LANES, blocks * LANES, q, corrections, at * BLOCK, at)
+        for lane in range(LANES):
+            q_scales[at + lane] = np.float32(0.25) * E8M0[scales[(panel * LANES + lane) * blocks + b]]
+
+
+@allocating
+def _vnni_task(task, tasks, query, turned, keys, region, rows, native, out):
+    pool, geometry, _, _ = region
+    _, _, w, visible = query
+    panels, blocks = w.size // (rows * LANES), geometry[CODE_BYTES] // LANES
+    decoded, key_scales = np.empty(KEYS * blocks * BLOCK, np.uint8), np.empty(KEYS * blocks, np.float32)
+    codes_at, scales_at = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
+    found = np.empty(KEYS, np.float32)
+    for unit in range(task, units(rows, keys), tasks):
+        first, last, start, n = unit_of(unit, rows, keys)
+        for i in range(find(region, keys, visible, first, last, start, n, codes_at, scales_at)):
+            if codes_at[i] >= 0:
+                for b in range(blocks):
+                    e2m1_bytes(pool, codes_at[i] + b * LANES, decoded, (i * blocks + b) * BLOCK)
+                    key_scales[i * blocks + b] = E8M0[pool[scales_at[i] + b]]
+        for row in range(first, last):
+            seen = reach(visible, keys, row, start, n)
+            _vnni_row((decoded, key_scales), seen, turned, row, panels, w, blocks, native, found)
+            emit(found, seen, n, keys, row, start, out)
+
+
+@kernel(SIGNATURE, parallel=True)
+def score_vnni(query, keys, region, rows, native, tasks, out):
+    blocks, heads = region[1][CODE_BYTES] // LANES, query[2].size
+    q = np.empty(heads * blocks * BLOCK, np.int8)
+    turned = (q, np.empty(heads * blocks, np.float32), np.empty(heads * blocks, np.int32))
+    for panel in range(heads // LANES):
+        _vnni_query(query, panel, blocks, turned)
+    for task in prange(tasks):
+        _vnni_task(task, tasks, query, turned, keys, region, rows, native, out)
+
+
+def _vector_panels(vecs: int) -> Any:
+    """Part: as `_vnni_panels`, from fp32 keys and queries."""
+    tile_zeros, tile_plus = zeros(TILE_ROWS, vecs), plus(TILE_ROWS, vecs)
+    update, tile_weigh = multiply_add(TILE_ROWS, vecs), weigh(TILE_ROWS, vecs)
+
+    @inlined
+    def panels(lanes, keys, key, q, panel, w, width, native):
+        key_at, q_at = key * width, panel * width * LANES
+        total = tile_zeros()
+        for b in range(0, width, BLOCK):
+            dots = tile_zeros()
+            for d in range(b, b + BLOCK):
+                dots = update(dots, keys, key_at + d, width, q, q_at + d * LANES, width * LANES)
+            total = tile_plus(total, dots)
+        return tile_weigh(lanes, total, w, panel * LANES, native)
+
+    return panels
+
+
+_vector_wide, _vector_narrow = _vector_panels(TILE_VECS), _vector_panels(1)
+_vector_lanes, _vector_write = zeros(TILE_ROWS, 1), write_lane_sums(TILE_ROWS)
+
+
+@inlined
+def _vector_row(block, n, q, row, panels, w, width, native, found):
+    """As `_vnni_row`."""
+    for key in range(0, n, TILE_ROWS):
+        lanes = _vector_lanes()
+        p, last = row * panels, (row + 1) * panels
+        while p < last:
+            if p + TILE_VECS <= last:
+                lanes = _vector_wide(lanes, block, key, q, p, w, width, native)
+                p += TILE_VECS
+            else:
+                lanes = _vector_narrow(lanes, block, key, q, p, w, width, native)
+                p += 1
+        _vector_write(lanes, found, key, native)
+
+
+@inlined
+def _vector_query(query, panel, width, scratch, q):
+    """One panel's queries, dequantised, sixteen heads side by side; `scratch` is [16, D]."""
+    codes, scales, _, _ = query
+    for lane in range(LANES):
+        head = panel * LANES + lane
+        for b in range(width // BLOCK):
+            first, second = e2m1_block(codes, head * width // 2 + b * LANES)
+            scale = splat(E8M0[scales[head * (width // BLOCK) + b]])
+            store(scratch, lane * width + b * BLOCK, multiply(first, scale))
+            store(scratch, lane * width + b * BLOCK + LANES, multiply(second, scale))
+    for d in range(0, width, LANES):
+        transpose(scratch, d, width, q, (panel * width + d) * LANES)
+
+
+@allocating
+def _vector_task(task, tasks, query, q, keys, region, rows, native, out):
+    _, _, w, visible = query
+    panels, width = w.size // (rows * LANES), region[1][CODE_BYTES] * 2
+    decoded, found = np.empty(KEYS * width, np.float32), np.empty(KEYS, np.float32)
+    codes_at, scales_at = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
+    for unit in range(task, units(rows, keys), tasks):
+        first, last, start, n = unit_of(unit, rows, keys)
+        for i in range(find(region, keys, visible, first, last, start, n, codes_at, scales_at)):
+            if codes_at[i] >= 0:
+                decode_row(region, codes_at[i], scales_at[i], width, decoded, i * width)
+        for row in range(first, last):
+            seen = reach(visible, keys, row, start, n)
+            _vector_row(decoded, seen, q, row, panels, w, width, native, found)
+            emit(found, seen, n, keys, row, start, out)
+
+
+@kernel(SIGNATURE, parallel=True)
+def score_vector(query, keys, region, rows, native, tasks, out):
+    width, heads = region[1][CODE_BYTES] * 2, query[2].size
+    q, scratch = np.empty(heads * width, np.float32), np.empty(LANES * width, np.float32)
+    for panel in range(heads // LANES):
+        _vector_query(query, panel, width, scratch, q)
+    for task in prange(tasks):
+        _vector_task(task, tasks, query, q, keys, region, rows, native, out)
