@@ -38,10 +38,8 @@ def test_generate_streams_text_and_prints_stats(model: Path, capsys: pytest.Capt
 def test_a_seed_makes_sampling_repeatable(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):
-        assert (
-            main(["generate", "--model", str(model), "sea", "--max-tokens", "8", "--temperature", "1", "--top-k", "50"]
-                 + ["--top-p", "0.95", "--seed", seed, *PLAIN]) == 0
-        )
+        options = ["--temperature", "1", "--top-k", "50", "--top-p", "0.95", "--seed", seed]
+        assert main(["generate", "--model", str(model), "sea", "--max-tokens", "8", *options, *PLAIN]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
@@ -131,9 +129,7 @@ def test_trace_injects_and_refuses_what_it_never_met(tmp_path: Path, capsys: pyt
         ("[" + "3," * 300 + "3]", "do not fit the model's 256 positions"),
     ],
 )
-def test_bad_ids_are_one_line(
-    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_ids_are_one_line(tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     ids, out = tmp_path / "ids.json", tmp_path / "out.safetensors"
     ids.write_text(content)
     arguments = ["trace", "--model", str(GOLDENS / "fp32-text"), "--ids", str(ids), "--out", str(out), *PLAIN]
@@ -167,9 +163,7 @@ def test_verify_names_a_folder_that_is_no_case(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("numerics", ["fp32", "native"])
-def test_golden_writes_a_case_that_verifies(
-    tmp_path: Path, numerics: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_golden_writes_a_case_that_verifies(tmp_path: Path, numerics: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "case"
     arguments = ["golden", "tiny", str(out), "--prompt-tokens", "40", "--decode-steps", "3", "--numerics", numerics]
     assert main(arguments) == 0
