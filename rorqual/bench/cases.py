@@ -191,7 +191,7 @@ def attention_case(size: AttentionSize, entries: int, generator: Generator, bar:
     counted = f"{rows} x {selected} x {fmt.row_bytes(dim)} packed + 4 x {held} x {dim} + 8 x {rows} x {heads} x {dim}"
     return Case(
         name="sparse_attention",
-        shape=f"{rows} rows, {heads} heads x {dim}, window {window} + {selected} selected",
+        shape=f"{_rows(rows)}, {heads} heads x {dim}, window {window} + {selected} selected",
         run=run,
         work=Work(
             bytes=moved,
@@ -219,8 +219,7 @@ def linear_cases(sizes: Sizes, kind: str, generator: Generator) -> Iterator[tupl
             flops=2 * rows * n * k,
             formula=f"bytes = {first.nbytes} of weight and scales, flops = 2 x {rows} x {n} x {k}",
         )
-        shape = f"{rows} rows, {kind} {n} x {k}" if rows > 1 else f"1 row, {kind} {n} x {k}"
-        yield (Case(name="linear", shape=shape, run=partial(run, x, rows), work=work),)
+        yield (Case(name="linear", shape=f"{_rows(rows)}, {kind} {n} x {k}", run=partial(run, x, rows), work=work),)
 
 
 def experts_case(sizes: Sizes, generator: Generator) -> Case:
@@ -242,3 +241,7 @@ def experts_case(sizes: Sizes, generator: Generator) -> Case:
             formula=f"bytes = {count} experts x {each}, flops = 6 x {count} x {width} x {hidden}",
         ),
     )
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"

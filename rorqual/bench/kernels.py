@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rorqual.bench.cases import FULL, QUICK, Case, cases
-from rorqual.bench.report import JsonRow, TimeRow
-from rorqual.bench.roofline import Roofline
+from rorqual.bench.report import TimeRow
 from rorqual.bench.timing import Sample, interleaved
 from rorqual.ops.cpu import best_path, missing
 from rorqual.ops.dispatch import Backend, Progress, fast_ops, reference_ops
@@ -26,18 +25,16 @@ NOTES = (
 )
 
 
-def run_kernels(
-    roofline: Roofline, *, repeats: int = REPEATS, quick: bool = False, progress: Progress | None = None
-) -> list[JsonRow]:
+def run_kernels(*, repeats: int = REPEATS, quick: bool = False, progress: Progress | None = None) -> list[TimeRow]:
     """Rows of every op; an index-score path that this CPU cannot run is listed as such."""
     Backend("fast").warm()
-    rows: list[JsonRow] = []
+    rows: list[TimeRow] = []
     total = sum(1 for _ in cases(QUICK))
     with torch.inference_mode():
         for done, group in enumerate(cases(QUICK if quick else FULL)):
             if progress is not None:
                 progress(done, total)
-            rows += [row.as_json(roofline) for row in measure_group(group, repeats)]
+            rows += measure_group(group, repeats)
     if progress is not None:
         progress(total, total)
     return rows

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from rorqual.bench.checkpoints import checkpoint, stored_bytes
@@ -15,6 +16,7 @@ from rorqual.checkpoint.names import expected_tensors
 from rorqual.checkpoint.parameters import parameter_count
 from rorqual.config import ModelConfig
 from rorqual.errors import InputError
+from rorqual.model.numerics import MODES
 from rorqual.ops.dispatch import Backend, Progress
 
 REPEATS = 3
@@ -44,7 +46,7 @@ QUICK = Lengths(preset="tiny", prompt=24, decoded=2, chunk=24)
 def run_memory(
     *, model: Path | None = None, repeats: int = REPEATS, quick: bool = False, progress: Progress | None = None
 ) -> list[JsonRow]:
-    """One row: peaks of fresh processes, and what the checkpoint holds.
+    """One row of either numerics: peaks of fresh processes, and what the checkpoint holds.
 
     Raises:
         InputError, CheckpointError, ConfigError: a checkpoint that cannot be loaded or has too few positions.
@@ -52,39 +54,41 @@ def run_memory(
     lengths = QUICK if quick else FULL
     # Compiled here once, so that a fresh process measures the model and not the compiler.
     Backend("fast").warm()
-    runs: list[JsonRow] = []
+    runs: dict[str, list[JsonRow]] = {numerics: [] for numerics in MODES}
+    done, total = 0, repeats * len(MODES)
     with checkpoint(model, lengths.preset) as folder:
         config = ModelConfig.from_json(folder)
-        for done in range(repeats):
+        for _, numerics in product(range(repeats), MODES):
+            runs[numerics].append(fresh_run(folder, numerics, lengths))
+            done += 1
             if progress is not None:
-                progress(done, repeats)
-            runs.append(fresh_run(folder, lengths))
-    if progress is not None:
-        progress(repeats, repeats)
-    return [_row(config, lengths, runs, model.name if model is not None else lengths.preset)]
+                progress(done, total)
+    name = model.name if model is not None else lengths.preset
+    return [_row(config, lengths, numerics, taken, name) for numerics, taken in runs.items()]
 
 
-def fresh_run(folder: Path, lengths: Lengths) -> JsonRow:
-    """One run of `resident` in a process of its own. Raises InputError with its last line of complaint."""
+def fresh_run(folder: Path, numerics: str, lengths: Lengths) -> JsonRow:
+    """One run of `resident` in a process of its own. Raises InputError with its one line of complaint."""
     numbers = (str(lengths.prompt), str(lengths.decoded), str(lengths.chunk))
-    command = [sys.executable, "-m", "rorqual.bench.resident", str(folder), *numbers]
+    command = [sys.executable, "-m", "rorqual.bench.resident", str(folder), numerics, *numbers]
     # The same package as here, installed or not.
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    if done.returncode == 2:
+        raise InputError(done.stderr.strip().splitlines()[-1])
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise InputError(f"model: the run in a fresh process failed: {lines[-1]}")
+        raise RuntimeError(f"the fresh process ended with {done.returncode}: {done.stderr}")
     result: JsonRow = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _row(config: ModelConfig, lengths: Lengths, runs: list[JsonRow], name: str) -> JsonRow:
+def _row(config: ModelConfig, lengths: Lengths, numerics: str, runs: list[JsonRow], name: str) -> JsonRow:
     worst = max(runs, key=_peak)
     peak = _peak(worst)
     return {
         "name": name,
         "shape": f"prefill {lengths.prompt} tokens, decode {lengths.decoded}",
-        "numerics": "fp32",
+        "numerics": numerics,
         **worst,
         "peaks_of_runs_bytes": [_peak(run) for run in runs],
         "weight_bytes": stored_bytes(config),

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from rorqual.bench.checkpoints import active_bytes, check_positions, checkpoint, prefill_flops, random_ids
-from rorqual.bench.report import Bar, JsonRow, TimeRow
-from rorqual.bench.roofline import Roofline, Work
+from rorqual.bench.report import Bar, TimeRow
+from rorqual.bench.roofline import Work
 from rorqual.bench.timing import Sample, elapsed, undisturbed
 from rorqual.checkpoint.parameters import active_parameters
 from rorqual.engine.sequence import Prompt, new_cache
 from rorqual.engine.sequence import Sequence as Running
 from rorqual.model.load import load
+from rorqual.model.numerics import MODES
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Progress
 
@@ -57,13 +58,12 @@ QUICK = Lengths(preset="tiny", context=24, decoded=2, chunk=12, long=40)
 
 
 def run_model(
-    roofline: Roofline,
     *,
     model: Path | None = None,
     repeats: int = REPEATS,
     quick: bool = False,
     progress: Progress | None = None,
-) -> list[JsonRow]:
+) -> list[TimeRow]:
     """Rows of decode, prefill and ced/full.
 
     Raises:
@@ -76,11 +76,11 @@ def run_model(
             rows += part
             if progress is not None:
                 progress(done + 1, steps)
-    return [row.as_json(roofline) for row in rows]
+    return rows
 
 
 def _parts(folder: Path, lengths: Lengths, repeats: int) -> Iterator[list[TimeRow]]:
-    for numerics in ("fp32", "native"):
+    for numerics in MODES:
         models = {kind: load(folder, numerics=numerics, kernels=kind) for kind in KINDS}
         check_positions(models["plain"].config, lengths.positions)
         yield twins(models, lengths, repeats)

@@ -86,26 +86,32 @@ class TimeRow:
 
 
 class Report:
-    """One run of one benchmark; made before anything is measured, so that it sees how busy the machine is."""
+    """One run of one benchmark; made before anything is measured, so that it sees how busy the machine is.
+
+    The roofline is measured before and after: the better of the two counts.
+    """
 
     def __init__(self, what: str, command: str, quick: bool) -> None:
         self.what, self.command, self.quick = what, command, quick
-        self.roofline = Roofline.measure(quick)
         self._load = OtherLoad()
+        self._roofline = Roofline.measure(quick)
 
-    def document(self, rows: Sequence[JsonRow], notes: Sequence[str]) -> JsonRow:
+    def document(self, rows: Sequence[TimeRow | JsonRow], notes: Sequence[str]) -> JsonRow:
         """Everything measured, ready for JSON. A quick run has no bars: nothing can be read off its tiny shapes."""
+        others = self._load.share()
+        roofline = self._roofline.or_better(Roofline.measure(self.quick))
+        found = [row.as_json(roofline) if isinstance(row, TimeRow) else row for row in rows]
         if self.quick:
-            rows = [{key: value for key, value in row.items() if key != "bar"} for row in rows]
+            found = [{key: value for key, value in row.items() if key != "bar"} for row in found]
         return {
             "what": self.what,
             "command": self.command,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "commit": commit(),
             "quick": self.quick,
-            "machine": machine() | {"others_cpu_share": self._load.share()},
-            "roofline": asdict(self.roofline),
-            "rows": list(rows),
+            "machine": machine() | {"others_cpu_share": others},
+            "roofline": asdict(roofline),
+            "rows": found,
             "notes": list(notes),
         }
 

@@ -1,6 +1,6 @@
 """One prefill and a few decoded tokens in a process of its own, which then says what it held in memory.
 
-    python -m rorqual.bench.resident FOLDER PROMPT_TOKENS DECODED_TOKENS CHUNK
+    python -m rorqual.bench.resident FOLDER NUMERICS PROMPT_TOKENS DECODED_TOKENS CHUNK
 
 prints one line of JSON. A fresh process, because a peak is the peak of everything that a process ever did.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from rorqual.bench.checkpoints import check_positions, random_ids
 from rorqual.bench.timing import Sample, elapsed
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
+from rorqual.errors import RorqualError
 from rorqual.model.load import load
 
 
@@ -35,10 +37,10 @@ def resident_bytes(name: str = "VmHWM") -> int | None:
     return None
 
 
-def run(folder: Path, prompt_tokens: int, decoded: int, chunk: int) -> dict[str, object]:
+def run(folder: Path, numerics: str, prompt_tokens: int, decoded: int, chunk: int) -> dict[str, object]:
     """Load with the fast ops, prefill everything on every layer, decode; every reading in bytes and seconds."""
     after_import = resident_bytes()
-    model = load(folder, kernels="fast")
+    model = load(folder, numerics=numerics, kernels="fast")
     check_positions(model.config, prompt_tokens + decoded)
     model.backend.warm()
     after_load = resident_bytes()
@@ -47,7 +49,6 @@ def run(folder: Path, prompt_tokens: int, decoded: int, chunk: int) -> dict[str,
     prefill_s = elapsed(lambda: sequence.prefill(Prompt(ids=ids[:prompt_tokens]), mode="full", chunk=chunk))
     after_prefill = resident_bytes()
     decode_s = [elapsed(partial(sequence.append, token[None])) for token in ids[prompt_tokens:]]
-    decode = Sample.of(decode_s)
     return {
         "peak_rss_bytes": resident_bytes(),
         "peak_after_import_bytes": after_import,
@@ -57,9 +58,19 @@ def run(folder: Path, prompt_tokens: int, decoded: int, chunk: int) -> dict[str,
         "end_rss_anonymous_bytes": resident_bytes("RssAnon"),
         "cache_bytes": sequence.cache.nbytes,
         "prefill_s": prefill_s,
-        "decode_s": {"median": decode.median, "min": decode.min, "max": decode.max, "runs": decode.runs},
+        "decode_s": asdict(Sample.of(decode_s)),
     }
 
 
+def main() -> int:
+    """Exit code 2 with one line where the checkpoint is to blame; a bug of ours keeps its traceback."""
+    try:
+        print(json.dumps(run(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))))
+    except RorqualError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(run(Path(sys.argv[1]), *map(int, sys.argv[2:5]))))
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,14 @@ class Roofline:
             read_bytes=read_bytes,
             gemm_flops_per_s=2 * side**3 / gemm_s,
             gemm_side=side,
+        )
+
+    def or_better(self, other: Roofline) -> Roofline:
+        """The higher rate of two measurements of the same sizes: a busy machine shows less than it can do."""
+        return replace(
+            self,
+            read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
+            gemm_flops_per_s=max(self.gemm_flops_per_s, other.gemm_flops_per_s),
         )
 
 

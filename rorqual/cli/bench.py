@@ -73,14 +73,10 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None) -> 
     report = Report(what, spelled(what, repeats, quick, model), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
-            rows = kernels.run_kernels(
-                report.roofline, repeats=repeats or kernels.REPEATS, quick=quick, progress=progress
-            )
+            rows = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
             return report.document(rows, kernels.NOTES)
         if what == "model":
-            rows = models.run_model(
-                report.roofline, model=model, repeats=repeats or models.REPEATS, quick=quick, progress=progress
-            )
+            rows = models.run_model(model=model, repeats=repeats or models.REPEATS, quick=quick, progress=progress)
             return report.document(rows, models.NOTES)
         rows = memory.run_memory(model=model, repeats=repeats or memory.REPEATS, quick=quick, progress=progress)
         return report.document(rows, memory.NOTES)
@@ -92,7 +88,7 @@ def show(document: Mapping[str, Any]) -> None:
     if document["what"] == "memory":
         for row in rows:
             facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
-            print_facts(f"{row['name']}: {row['shape']}", facts)
+            print_facts(f"{row['name']}: {row['shape']}", facts | {"decode_s": row["decode_s"]["median"]})
             if row.get("bar"):
                 print(f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}\n")
     else:

@@ -67,10 +67,12 @@ def forward(
         body = model.backbone
         flow.x, flow.pre = body.run_layers(body.encoder, flow.x, flow.pre, flow.rows, flow.carry, run)
         kept = cross(model, cache, steps, flow, run)
-        advance_encoder(cache, steps)
         if kept is None:
+            advance_encoder(cache, steps)
             return [SequenceOutput(first=s.end, end=s.end, logits=None, main_hidden=None) for s in steps]
         kept.x, kept.pre = body.run_layers(body.decoder, kept.x, kept.pre, kept.rows, kept.carry, run)
+        # Not before: a source with a tail may be the decoder's first layer.
+        advance_encoder(cache, steps)
         advance_decoder(cache, kept.rows)
         return finish(model, steps, kept, run)
 

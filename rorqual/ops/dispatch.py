@@ -113,8 +113,8 @@ def _steps() -> list[Callable[[], None]]:
     from rorqual.ops.fast import attention, experts, gather, hyper, index_scores, linear, norm, topk
 
     path = cpu.best_path()
-    by_path = (module.kernels(path) for module in (attention, index_scores, topk, gather))
-    kernels = itertools.chain(*by_path, linear.KERNELS, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
+    by_path = (module.kernels(path) for module in (attention, index_scores, topk, gather, linear))
+    kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
 
 

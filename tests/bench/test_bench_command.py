@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No measuring: rows as given."""
     fixed = Roofline(read_bytes_per_s=1e10, read_bytes=1, gemm_flops_per_s=1e11, gemm_side=2)
     monkeypatch.setattr(Roofline, "measure", classmethod(lambda cls, quick=False: fixed))
-    monkeypatch.setattr(kernels, "run_kernels", lambda *args, **kwargs: [ROW, LACKING])
+    monkeypatch.setattr(kernels, "run_kernels", lambda **options: [ROW, LACKING])
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,12 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: Captu
     assert len(lines) == 1 and message in lines[0]
 
 
-def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["bench", "model", "--quick", "--model", str(tmp_path)]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_a_checkpoint_that_cannot_be_loaded_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(presets.load("tiny").to_hf_dict()), encoding="utf-8")
+    for what in ("model", "memory"):
+        assert main(["bench", what, "--quick", "--repeats", "1", "--model", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert str(tmp_path) in line and "safetensors" in line
 
 
 def test_the_table_shows_range_share_and_bar(measured: None, capsys: Capture) -> None:

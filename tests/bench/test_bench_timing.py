@@ -55,6 +55,12 @@ def test_the_roofline_takes_the_longer_of_reading_and_multiplying(
     assert (work.bound(ROOFLINE), work.floor_s(ROOFLINE)) == (bound, floor)
 
 
+def test_a_busy_spell_does_not_lower_the_roofline() -> None:
+    other = Roofline(read_bytes_per_s=8.0, read_bytes=1, gemm_flops_per_s=120.0, gemm_side=1)
+    best = ROOFLINE.or_better(other)
+    assert (best.read_bytes_per_s, best.gemm_flops_per_s) == (10.0, 120.0)
+
+
 def test_a_row_has_ratio_share_and_bar() -> None:
     times = {"plain": Sample.of([12.0]), "fast": Sample.of([4.0])}
     work = Work(bytes=20, flops=0, formula="bytes = 20")

@@ -20,7 +20,7 @@ from rorqual.formats.codec import quantize
 from rorqual.formats.spec import E2M1_E8M0_32
 from rorqual.ops import cpu, dispatch
 from rorqual.ops.dispatch import Backend, Ops, fast_ops, reference_ops
-from rorqual.ops.fast.kernel import Kernel
+from rorqual.ops.fast.kernel import Kernel, digest_of
 from rorqual.ops.fast.topk import topk_lowest as fast_topk_lowest
 from rorqual.ops.paged import PagedRegion
 
@@ -138,6 +138,26 @@ def test_a_kernel_compiles_one_signature_and_refuses_others() -> None:
     assert kernel.ready
     with pytest.raises(TypeError):
         kernel(torch.zeros(2, dtype=torch.float64).numpy())
+
+
+def test_cached_code_is_not_used_after_an_edit_of_a_part(tmp_path: Path) -> None:
+    def digest(folder: str, part: str, other: str) -> str:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "op.py").write_text("from rorqual.ops.fast.middle import f\n")
+        (tmp_path / folder / "middle.py").write_text("from rorqual.ops.fast.part import g\n")
+        (tmp_path / folder / "part.py").write_text(part)
+        (tmp_path / folder / "other.py").write_text(other)
+        return digest_of(tmp_path / folder / "op.py")
+
+    assert digest("a", "x = 1", "y = 1") == digest("b", "x = 1", "y = 2") != digest("c", "x = 2", "y = 1")
+
+    def function(x: int) -> None:
+        pass
+
+    kernel = Kernel(function, "void(int64)", False)
+    kernel.compile()
+    held = Path(kernel._dispatcher.stats.cache_path).iterdir()
+    assert any(digest_of(Path(__file__)) in file.name for file in held)
 
 
 # Two threads in parallel regions at once end the process under Numba's workqueue layer, unless the kernels take turns.

@@ -30,8 +30,7 @@ from torch import Tensor
 from rorqual.ops.cpu import Path, best_path
 from rorqual.ops.fast.attention_plain import SIGNATURE, attend_plain, present, window_span
 from rorqual.ops.fast.decode import BLOCK, DECODED, NO_REGION, check_pages, decode_row, locate, region_arrays
-from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel, spliced, workers
-from rorqual.ops.fast.linear import refuse_gradients
+from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel, refuse_gradients, spliced, workers
 from rorqual.ops.fast.tiles import product, transpose
 from rorqual.ops.fast.vectors import (
     LANES,
@@ -207,6 +206,10 @@ def _attend_split(q, positions, near, region, topk, sink, heads, scale, native, 
         _split_output(row, head, channel, sizes, spans, held, keys, logits, denominators, heads, out)
 
 
+ALONE = 1 << 21
+"""Products (queries x channels x slots) below which waking another thread costs more than it saves."""
+
+
 def kernels(path: Path) -> tuple[Kernel, ...]:
     """What `sparse_attention` runs on `path`; odd head dims take the plain loops on any."""
     return (attend_plain,) if path == "plain" else (_attend_rows, _attend_split)
@@ -250,7 +253,8 @@ def sparse_attention(
     # Too few rows to keep every thread busy to the end.
     split = vectors and rows < 2 * workers()
     run = _attend_split if split else _attend_rows if vectors else attend_plain
-    tasks = 0 if split else min(workers(), rows)
+    products = rows * heads * channels * (window + topk.shape[-1])
+    tasks = 1 if products < ALONE else 0 if split else min(workers(), rows)
     sink = torch.nn.functional.pad(sink_H.detach(), (0, -heads % LANES))
     near = (_floats(window_LC), base, floor, window)
     inputs = (_floats(q_THC), positions_T.contiguous().numpy(), near, arrays, topk.contiguous().view(-1).numpy())

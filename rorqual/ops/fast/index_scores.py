@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from rorqual.formats.spec import E2M1_E8M0_32
 from rorqual.ops.cpu import Path, best_path
 from rorqual.ops.fast.decode import check_groups, check_pages, region_arrays
-from rorqual.ops.fast.kernel import Kernel, workers
-from rorqual.ops.fast.linear import refuse_gradients
+from rorqual.ops.fast.kernel import Kernel, refuse_gradients, workers
 from rorqual.ops.fast.score_kernels import KEYS, ROWS, score_vector, score_vnni
 from rorqual.ops.fast.score_plain import score_plain
 from rorqual.ops.fast.vectors import LANES
@@ -103,9 +102,11 @@ def _run(
         w = w.to(torch.bfloat16).float()
     rows, heads = w.shape
     if heads % LANES:
-        # Whole panels of sixteen heads: a head of zeros, weighing nothing, adds nothing.
+        # Whole panels of sixteen heads: a head of zeros, weighing nothing, adds nothing. Its scale is 1 (byte 127), for
+        # arithmetic on the subnormal that byte 0 means is slow.
         more = -heads % LANES
-        codes, scales, w = pad(codes, (0, 0, 0, more)), pad(scales, (0, 0, 0, more)), pad(w, (0, more))
+        codes, scales = pad(codes, (0, 0, 0, more)), pad(scales, (0, 0, 0, more), value=127)
+        w = pad(w, (0, more))
     out = torch.empty(rows, keys[2])
     tasks = min(workers(), units)
     arrays = (_flat(codes), _flat(scales), _flat(w), _flat(visible_R))

@@ -3,18 +3,23 @@
 Numba compiles a signature on first use. Here every kernel states its signature, so that "everything is compiled" is a
 question with an exact answer, and a call with other types is an error and no silent second compilation.
 
-A kernel's machine code is cached on disk under the time stamp of the file that holds the kernel alone: after editing a
-file that kernels elsewhere inline (`vectors`, `pages`), delete the `__pycache__` folder of `ops/fast`.
+Machine code is cached on disk. Numba keys it by the time stamp of the file that holds the kernel; a kernel also holds
+the code of parts in other files, so its name in the cache carries a digest of those.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numba
+import torch
 from numba.core import event
 
 _PARALLEL_REGION = threading.Lock()
@@ -38,6 +43,20 @@ allocating: Callable[[Callable[..., Any]], Any] = _njit(**_PART)
 """As `inlined`, for the few parts that allocate scratch."""
 
 
+@cache
+def digest_of(source: Path) -> str:
+    """Of a file, of every file of this folder that it imports, and so on."""
+    found: dict[Path, bytes] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if path not in found and path.exists():
+            found[path] = path.read_bytes()
+            names = re.findall(rb"^from rorqual\.ops\.fast\.(\w+) import", found[path], re.MULTILINE)
+            waiting += [path.with_name(f"{name.decode()}.py") for name in names]
+    return hashlib.sha256(b"".join(found[path] for path in sorted(found))).hexdigest()[:12]
+
+
 class Kernel:
     """One jitted function, one signature. Releases the GIL; parallel kernels run one at a time."""
 
@@ -45,6 +64,9 @@ class Kernel:
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_')}"
         self.signature = signature
         self.parallel = parallel
+        digest = digest_of(Path(function.__code__.co_filename))
+        if not function.__qualname__.endswith(digest):
+            function.__qualname__ += f"_{digest}"
         self._dispatcher = _njit(nogil=True, error_model="numpy", parallel=parallel)(function)
         with suppress(RuntimeError):  # no folder on this machine can be written: compile in every process
             self._dispatcher.enable_caching()
@@ -111,6 +133,12 @@ def on_compilation(callback: Callable[[], None]) -> Iterator[None]:
 def kernel(signature: str, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator: a `Kernel` of Numba `signature`, such as "void(float32[::1], int64)"."""
     return lambda function: Kernel(function, signature, parallel)
+
+
+def refuse_gradients(*tensors: torch.Tensor) -> None:
+    """Assert that no gradient is asked of a fast op."""
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    assert not recorded, "fast ops have no gradient: use the plain op, or torch.no_grad()"
 
 
 def workers() -> int:

@@ -98,7 +98,14 @@ def attention_over(
     wants_grad = torch.is_grad_enabled() and (q_THC.requires_grad or k_TSC.requires_grad or sink_H.requires_grad)
     if wants_grad:
         return _attend(q_THC, k_TSC, valid_TS, sink_H, scale, native)
-    return torch.stack([_attend(q_THC[t], k_TSC[t], valid_TS[t], sink_H, scale, native) for t in range(rows)])
+    return torch.stack(
+        [_attend(_own(q_THC[t]), _own(k_TSC[t]), valid_TS[t], sink_H, scale, native) for t in range(rows)]
+    )
+
+
+def _own(row: Tensor) -> Tensor:
+    """A row at an address aligned like any other's: a GEMM library may choose its code by that."""
+    return row if row.numel() % 16 == 0 else row.clone()
 
 
 def _attend(q_HC: Tensor, k_SC: Tensor, valid_S: Tensor, sink_H: Tensor, scale: float, native: bool) -> Tensor:
