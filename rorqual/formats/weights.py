@@ -12,7 +12,7 @@ would be a NaN tile. Element codes are not scanned.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -39,10 +39,14 @@ class DenseWeight:
     """An unquantised weight [N, K] in fp32, bf16 or fp16. Raises FormatError on any other dtype or rank."""
 
     tensor: Tensor
+    addresses: tuple[int, int] | None = field(init=False, repr=False)
+    """Of the values, twice, for kernels; None where these would have to be copied first."""
 
     def __post_init__(self) -> None:
         _check_dtype("dense weight", self.tensor, _DENSE_DTYPES)
         _check_matrix("dense weight", self.tensor)
+        usable = self.tensor.is_contiguous() and self.tensor.dtype != torch.float16
+        object.__setattr__(self, "addresses", (self.tensor.data_ptr(),) * 2 if usable else None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,12 +77,15 @@ class Fp8Weight:
 
     codes: Tensor
     scales: Tensor
+    addresses: tuple[int, int] | None = field(init=False, repr=False)
+    """Of codes and scales, for kernels; None where these would have to be copied first."""
 
     def __post_init__(self) -> None:
         _view_as_bytes(self, "codes", "FP8 codes", _FP8_DTYPES)
         _view_as_bytes(self, "scales", "FP8 scales", _SCALE_DTYPES)
         n, k = _check_matrix("FP8 codes", self.codes)
         _check_scales("FP8 codes [N, K]", self.codes, self.scales, (_tiles(n), _tiles(k)))
+        object.__setattr__(self, "addresses", _addresses(self.codes, self.scales))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,6 +125,8 @@ class Fp4Weight:
 
     packed: Tensor
     scales: Tensor
+    addresses: tuple[int, int] | None = field(init=False, repr=False)
+    """Of codes and scales, for kernels; None where these would have to be copied first."""
 
     def __post_init__(self) -> None:
         _view_as_bytes(self, "packed", "FP4 codes", _FP4_DTYPES)
@@ -126,6 +135,7 @@ class Fp4Weight:
         if half % (TILE // 2):
             raise FormatError(f"FP4 codes [N, K/2] are {(n, half)}: K is {half * 2}, must be a multiple of {TILE}")
         _check_scales("FP4 codes [N, K/2]", self.packed, self.scales, (n, half * 2 // TILE))
+        object.__setattr__(self, "addresses", _addresses(self.packed, self.scales))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -144,6 +154,12 @@ class Fp4Weight:
 
 
 Weight = DenseWeight | Fp8Weight | Fp4Weight
+
+
+def _addresses(codes: Tensor, scales: Tensor) -> tuple[int, int] | None:
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        return None
+    return codes.data_ptr(), scales.data_ptr()
 
 
 def quantize_weight(w: Tensor, kind: Literal["fp8", "fp4"]) -> Fp8Weight | Fp4Weight:

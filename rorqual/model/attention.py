@@ -69,6 +69,7 @@ class Attention(nn.Module):
 
     def project(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:
         """Grouped output projection: contiguous heads of group g through rows g * o_lora.. of Wo_a, then Wo_b."""
-        grouped = o_THC.reshape(len(rows), self.groups, -1)
-        parts = [run.linear(grouped[:, g], self.wo_a[g], rows, quantise_input=False) for g in range(self.groups)]
-        return run.linear(torch.cat(parts, dim=1), self.wo_b, rows)
+        grouped = o_THC.reshape(len(rows), self.groups, -1).float()
+        # Wo_a is stored FP8 but used as bf16 with no rounding of its input (SPEC 3); each group rounds its output.
+        latent = run.numerics.round(run.ops.grouped_linear(grouped, self.wo_a, rows.short_rows))
+        return run.linear(latent.flatten(1), self.wo_b, rows)

@@ -38,13 +38,9 @@ class Run:
     tap: Tap
     stale_decode: bool = False
 
-    def linear(self, x_TK: Tensor, weight: Weight, rows: Rows, *, quantise_input: bool = True) -> Tensor:
-        """x W^T in the activation dtype: one rounding of the output in native (SPEC 3).
-
-        quantise_input: False for Wo_a, stored FP8 but used as bf16 with no rounding of its input.
-        """
-        native = self.numerics.native and quantise_input
-        return self.numerics.round(self.ops.linear(x_TK.float(), weight, rows.short_rows, native))
+    def linear(self, x_TK: Tensor, weight: Weight, rows: Rows) -> Tensor:
+        """x W^T in the activation dtype: one rounding of the output in native, and of a quantised weight's input."""
+        return self.numerics.round(self.ops.linear(x_TK, weight, rows.short_rows, self.numerics.native))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension, rounded once."""

@@ -48,6 +48,7 @@ class Ops:
     topk_lowest: Callable[..., Tensor]
     sparse_attention: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    grouped_linear: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     hyper_mix: Callable[..., hyper.Coefficients]
@@ -67,6 +68,7 @@ def reference_ops() -> Ops:
         topk_lowest=topk.topk_lowest,
         sparse_attention=attention.sparse_attention,
         linear=linear.linear,
+        grouped_linear=linear.grouped_linear,
         experts=experts.experts,
         rms_norm=norm.rms_norm,
         hyper_mix=hyper.hyper_mix,
@@ -99,6 +101,7 @@ def fast_ops(path: Path | None = None) -> Ops:
         topk_lowest=topk.topk_lowest,
         sparse_attention=partial(attention.sparse_attention, path=path),
         linear=partial(linear.linear, path=path),
+        grouped_linear=partial(linear.grouped_linear, path=path),
         experts=partial(experts.experts, path=path),
         rms_norm=norm.rms_norm,
         hyper_mix=partial(hyper.hyper_mix, path=path),

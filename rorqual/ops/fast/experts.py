@@ -23,7 +23,7 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import TILE, Weight
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.kernel import kernel
+from rorqual.ops.fast.kernel import kernel, refuse_gradients
 from rorqual.ops.fast.linear import (
     GEMM_ROWS,
     kind_of,
@@ -31,7 +31,6 @@ from rorqual.ops.fast.linear import (
     multiply_tiles,
     pack_rows,
     parts_of,
-    refuse_gradients,
 )
 from rorqual.ops.fast.row_kernels import pack_row, part
 from rorqual.ops.fast.row_vectors import FP32, Array

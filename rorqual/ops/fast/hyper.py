@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rorqual.formats.weights import DenseWeight
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.kernel import kernel
-from rorqual.ops.fast.linear import linear, parts_of, refuse_gradients
+from rorqual.ops.fast.kernel import kernel, refuse_gradients
+from rorqual.ops.fast.linear import linear, parts_of
 from rorqual.ops.fast.norm import inverse_rms
 from rorqual.ops.fast.row_kernels import part
 from rorqual.ops.fast.row_vectors import Array

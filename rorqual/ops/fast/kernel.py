@@ -98,15 +98,15 @@ class Kernel:
             self._entry(*args)
             return
         with _PARALLEL_REGION:
-            threads = numba.get_num_threads()
+            threads = workers()
             if tasks != 1 or threads == 1:
                 self._entry(*args)
                 return
-            numba.set_num_threads(1)
+            _mask_threads(1)
             try:
                 self._entry(*args)
             finally:
-                numba.set_num_threads(threads)
+                _mask_threads(threads)
 
 
 class _FirstCompilation(event.Listener):
@@ -143,4 +143,18 @@ def refuse_gradients(*tensors: torch.Tensor) -> None:
 
 def workers() -> int:
     """Threads that a parallel kernel of this thread runs on."""
-    return int(numba.get_num_threads())
+    return int(_count_threads())
+
+
+def _thread_calls() -> tuple[Callable[[], int], Callable[[int], None]]:
+    """Numba's count and mask of threads, without the locks and checks that its own functions take a call (5 us): the
+    pool is started and the counts are ours. A Numba that arranges this otherwise gives its own functions."""
+    numba.get_num_threads()
+    inside = numba.np.ufunc.parallel
+    count, mask = getattr(inside, "_get_num_threads", None), getattr(inside, "_set_num_threads", None)
+    if callable(count) and callable(mask) and count() == numba.get_num_threads():
+        return count, mask
+    return numba.get_num_threads, numba.set_num_threads
+
+
+_count_threads, _mask_threads = _thread_calls()

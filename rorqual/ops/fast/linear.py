@@ -10,7 +10,7 @@ T rows of x, N outputs, K inputs (Kp: padded to whole blocks), J weights, P prod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import TILE, DenseWeight, Fp8Weight, Weight
 from rorqual.ops.cpu import Path, best_path, check_path, features
-from rorqual.ops.fast.kernel import Kernel, workers
+from rorqual.ops.fast.kernel import Kernel, refuse_gradients, workers
 from rorqual.ops.fast.row_kernels import EXPAND, MULTIPLY, pack
 from rorqual.ops.fast.row_vectors import BF16, FP4, FP8, FP32, ROWS, Array, Kind
 
@@ -42,10 +42,29 @@ def linear(x_TK: Tensor, weight: Weight, short_rows: int, native: bool, *, path:
     short_rows = min(short_rows, total) if total - short_rows >= GEMM_ROWS else total
     x = pack_rows(x_TK, kind, native and kind.scale_rows > 0)
     y_TN = torch.empty(total, weight.shape[0])
-    multiply_rows([weight], x, np.arange(short_rows), np.zeros(1, np.int64), np.array([short_rows]), y_TN.numpy(), path)
+    multiply_rows([weight], x, *_spread(1, short_rows), y_TN.numpy(), path)
     if short_rows < total:
         multiply_tiles(weight, torch.from_numpy(x[short_rows:]), y_TN[short_rows:], path)
     return y_TN
+
+
+def grouped_linear(x_TGK: Tensor, weights: Sequence[Weight], short_rows: int, *, path: Path | None = None) -> Tensor:
+    """As the plain `grouped_linear`: one pass over all groups for the short rows."""
+    rows, groups, _ = x_TGK.shape
+    if rows - short_rows >= GEMM_ROWS:
+        return torch.stack([linear(x_TGK[:, g], weights[g], short_rows, False, path=path) for g in range(groups)], 1)
+    refuse_gradients(x_TGK)
+    x = pack_rows(x_TGK.flatten(0, 1), kind_of(weights[0]), False)
+    y_GTN = torch.empty(groups, rows, weights[0].shape[0])
+    multiply_rows(weights, x, *_spread(groups, rows), y_GTN.flatten(0, 1).numpy(), path)
+    return y_GTN.transpose(0, 1)
+
+
+@lru_cache(maxsize=256)
+def _spread(groups: int, rows: int) -> tuple[Array, Array, Array]:
+    """row_P, first_J and last_J of `multiply_rows` where row t of group g is row t * groups + g. Never written."""
+    first = np.arange(groups) * rows
+    return np.arange(rows * groups).reshape(rows, groups).T.ravel().copy(), first, first + rows
 
 
 def kind_of(weight: Weight) -> Kind:
@@ -66,9 +85,9 @@ def pack_rows(x_TK: Tensor, kind: Kind, quantise: bool) -> Array:
     if kind is FP32 and width % TILE == 0:
         return x_TK.numpy()
     packed = (np.zeros if width % TILE else np.empty)((rows, width + -width % TILE), np.float32)
-    finite, parts = np.ones(rows, np.bool_), parts_of(rows * width)
+    finite, parts = np.empty(rows, np.bool_), parts_of(rows * width)
     pack(x_TK.numpy(), kind is not FP32, quantise, packed, finite, parts, tasks=parts)
-    if not finite.all():
+    if quantise and not finite.all():
         check_finite(x_TK, E4M3_E8M0_32)
     return packed
 
@@ -89,8 +108,10 @@ def multiply_rows(
     """
     kind, (n, k) = kind_of(weights[0]), weights[0].shape
     assert all(kind_of(weight) is kind and weight.shape == (n, k) for weight in weights)
-    held = [_tensors(weight) for weight in weights]
-    w_J, s_J = (np.array([pair[i].data_ptr() for pair in held]) for i in (0, 1))
+    refuse_gradients(*(weight.tensor for weight in weights if isinstance(weight, DenseWeight)))
+    held = [() if weight.addresses else _tensors(weight) for weight in weights]
+    pairs = [weight.addresses or tuple(t.data_ptr() for t in held[j]) for j, weight in enumerate(weights)]
+    w_J, s_J = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs])
     parts = parts_of(len(row_P) * n * k)
     run, form = _choose(MULTIPLY, kind, path)
     run(*form, w_J, s_J, n, k, first_J, last_J, row_P, x_TK, y_PN, parts, tasks=parts)
@@ -116,12 +137,6 @@ def parts_of(products: int) -> int:
     return workers() if products >= 2 * PART_PRODUCTS else 1
 
 
-def refuse_gradients(*tensors: Tensor) -> None:
-    """Assert that no gradient is asked of a fast op."""
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    assert not recorded, "fast ops have no gradient: use the plain op, or torch.no_grad()"
-
-
 def _choose(
     kernels: Mapping[str, Kernel], kind: Kind, path: Path | None
 ) -> tuple[Kernel, tuple[Array, tuple[int, ...]]]:
@@ -140,7 +155,6 @@ def _has_vectors(path: Path | None) -> bool:
 def _tensors(weight: Weight) -> tuple[Tensor, Tensor]:
     """Codes and scales, contiguous; a dense weight stands in for its own scales."""
     if isinstance(weight, DenseWeight):
-        refuse_gradients(weight.tensor)
         tensor = weight.tensor.detach().contiguous()
         return (tensor.float() if tensor.dtype == torch.float16 else tensor,) * 2
     codes = weight.codes if isinstance(weight, Fp8Weight) else weight.packed

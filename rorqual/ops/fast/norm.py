@@ -10,8 +10,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from rorqual.ops.fast.kernel import kernel
-from rorqual.ops.fast.linear import parts_of, refuse_gradients
+from rorqual.ops.fast.kernel import kernel, refuse_gradients
+from rorqual.ops.fast.linear import parts_of
 from rorqual.ops.fast.row_kernels import dot, part
 
 # T rows, K channels

@@ -120,6 +120,8 @@ class Kind(NamedTuple):
 
     marker: Array
     """Empty; the vector kernels are compiled once for each dtype of it."""
+    dtype: str
+    """Of the marker."""
     code: int
     unit: int
     """Bytes of 32 elements."""
@@ -130,19 +132,15 @@ class Kind(NamedTuple):
     factor: float = 0.0
     """Of the scale table."""
 
-    @property
-    def dtype(self) -> str:
-        return self.marker.dtype.name
-
     def scale(self, b: Any, s: Any, block: Any) -> Any:
         """Emits a block's scale; None without scales."""
         return _load_scale(b, _at(b, s, block), self.factor) if self.scale_rows else None
 
 
-FP4 = Kind(np.empty(0, np.int8), 0, 16, 1, _decode_fp4, 1.0)
-FP8 = Kind(np.empty(0, np.uint8), 1, 32, TILE, _decode_fp8, 256.0)
-BF16 = Kind(np.empty(0, np.uint16), 2, 64, 0, _decode_bf16)
-FP32 = Kind(np.empty(0, np.float32), 3, 128, 0, _decode_fp32)
+FP4 = Kind(np.empty(0, np.int8), "int8", 0, 16, 1, _decode_fp4, 1.0)
+FP8 = Kind(np.empty(0, np.uint8), "uint8", 1, 32, TILE, _decode_fp8, 256.0)
+BF16 = Kind(np.empty(0, np.uint16), "uint16", 2, 64, 0, _decode_bf16)
+FP32 = Kind(np.empty(0, np.float32), "float32", 3, 128, 0, _decode_fp32)
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.dtype: kind for kind in (FP4, FP8, BF16, FP32)})
 
 

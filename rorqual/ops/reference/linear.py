@@ -7,7 +7,7 @@ share one GEMM. Quantised weights are expanded a tile of rows at a time, never w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,11 @@ def linear(x_TK: Tensor, weight: Weight, short_rows: int, native: bool) -> Tenso
     x_TK = quantize_activation(x_TK) if quantised else x_TK.float()
     multiply = block_linear if quantised else F.linear
     return torch.cat([_mixed_rows(x_TK, w_NK, short_rows, multiply) for w_NK in _tiles(weight)], dim=1)
+
+
+def grouped_linear(x_TGK: Tensor, weights: Sequence[Weight], short_rows: int) -> Tensor:
+    """y[t, g] = weights[g] x[t, g], fp32 [T, G, N]: one weight a group, no quantised input (Wo_a). Differentiable."""
+    return torch.stack([linear(x_TGK[:, g], w, short_rows, False) for g, w in enumerate(weights)], dim=1)
 
 
 def quantize_activation(x_TK: Tensor) -> Tensor:
