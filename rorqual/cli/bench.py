@@ -73,13 +73,13 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None) -> 
     report = Report(what, spelled(what, repeats, quick, model), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
-            rows = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
-            return report.document(rows, kernels.NOTES)
+            found = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
+            return report.document(found, kernels.NOTES)
         if what == "model":
-            rows = models.run_model(model=model, repeats=repeats or models.REPEATS, quick=quick, progress=progress)
-            return report.document(rows, models.NOTES)
-        rows = memory.run_memory(model=model, repeats=repeats or memory.REPEATS, quick=quick, progress=progress)
-        return report.document(rows, memory.NOTES)
+            found = models.run_model(model=model, repeats=repeats or models.REPEATS, quick=quick, progress=progress)
+            return report.document(found, models.NOTES)
+        peaks = memory.run_memory(model=model, repeats=repeats or memory.REPEATS, quick=quick, progress=progress)
+        return report.document(peaks, memory.NOTES)
 
 
 def show(document: Mapping[str, Any]) -> None:

@@ -47,9 +47,10 @@ MODELS = [
 def test_verification_rows_equal_single_steps(make: object, kernels: str) -> None:
     model = make(kernels)  # type: ignore[operator]
     ids = random_ids(32, seed=11)
+    widths = WIDTHS if kernels == "fast" else WIDTHS[1::3]
     alone = prefilled(model, 4)[3]
     single = torch.cat([alone.append(ids[t : t + 1]).logits for t in range(32)])
-    for width in WIDTHS:
+    for width in widths:
         several = prefilled(model, 4)[3]
         parts = [several.append(ids[t : t + width], logits_from=0).logits for t in range(0, 32, width)]
         assert torch.equal(torch.cat(parts), single), f"width {width}"
