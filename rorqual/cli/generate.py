@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def command(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, as `rorqual init` makes one.")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
@@ -36,6 +36,8 @@ def command(
     from rorqual.engine.sampler import SamplingParams
     from rorqual.model.load import load
 
+    if model is None:
+        raise InputError("model: none given; make one with `rorqual init tiny DIR`, then pass --model DIR")
     if prompt == "-":
         prompt = sys.stdin.read()
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)

@@ -15,7 +15,7 @@ from rorqual.formats.spec import FORMATS
 from rorqual.model.rows import Segment
 from rorqual.model.tap import Tap
 from rorqual.ops.reference.attention import attention_over
-from rorqual.ops.reference.index_scores import scores_from_values
+from rorqual.ops.reference.index_scores import dot_dtype, scores_from_values
 
 # n rows of a segment, L window keys, H heads, C head dim, I index heads, D index dim, G groups, K top-k
 
@@ -34,6 +34,7 @@ class DenseKV:
         self.native = native
         self.quantise = quantise
         self.scale = config.head_dim**-0.5
+        self.block_dtype = dot_dtype(FORMATS[config.cache.index_key])
         self._window: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._tail: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
         self._main: dict[tuple[int, int], Tensor] = {}
@@ -88,7 +89,7 @@ class DenseKV:
     ) -> Tensor:
         q = self._fake(q_nID, self.config.cache.index_key).float()
         keys = self._keys[source, seg.slot][groups[0] : groups[1]]
-        scores = scores_from_values(q, w_nI.float(), keys, self.native)
+        scores = scores_from_values(q, w_nI.float(), keys, self.native, self.block_dtype)
         hidden = torch.arange(groups[0], groups[1])[None] >= visible_n[:, None]
         return scores.masked_fill(hidden, float("-inf"))
 
@@ -96,7 +97,9 @@ class DenseKV:
         q = self._fake(q_nID, self.config.cache.index_key).float()
         keys = self._keys[source, seg.slot]
         rows = [
-            scores_from_values(q[i : i + 1], w_nI[i : i + 1].float(), keys[index_nK[i].clamp_min(0)], self.native)
+            scores_from_values(
+                q[i : i + 1], w_nI[i : i + 1].float(), keys[index_nK[i].clamp_min(0)], self.native, self.block_dtype
+            )
             for i in range(q.shape[0])
         ]
         return torch.cat(rows).masked_fill(index_nK < 0, float("-inf"))
