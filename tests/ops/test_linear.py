@@ -7,7 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +54,11 @@ def legal(kind: str, k: int) -> bool:
     return kind != "fp4" or k % 32 == 0
 
 
+def legal_cases(shapes: Iterable[tuple[int, int]]) -> list[tuple[str, int, int]]:
+    """Kinds with shapes they can hold: FP4 rows are whole groups."""
+    return [(kind, n, k) for kind in KINDS for n, k in shapes if legal(kind, k)]
+
+
 @pytest.fixture(params=["plain op", *PATHS])
 def op(request: pytest.FixtureRequest) -> Linear:
     return plain.linear if request.param == "plain op" else partial(fast.linear, path=request.param)
@@ -89,11 +94,8 @@ def test_blocks_are_summed_first_and_then_in_order() -> None:
     assert plain.block_linear(x, w).tolist() == [[big + 32], [0.0]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("kind", "n", "k"), legal_cases(SHAPES))
 def test_value(op: Linear, kind: str, n: int, k: int) -> None:
-    if not legal(kind, k):
-        pytest.skip("FP4 rows are whole groups")
     weight = make_weight(kind, n, k)
     for native in (False, True):
         for t, short_rows in ((0, 0), (1, 1), (7, 7), (7, 2), (33, 40), (fast.GEMM_ROWS + 5, 3)):
@@ -117,12 +119,9 @@ def test_half_precision_weight(op: Linear) -> None:
     torch.testing.assert_close(op(x, weight, 3, False), x.float() @ weight.expand().T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(44, 96), (44, 88), (9, 1120)])
+@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(44, 96), (44, 88), (9, 1120)]))
 def test_a_row_has_the_same_bits_in_any_company(op: Linear, kind: str, native: bool, n: int, k: int) -> None:
-    if not legal(kind, k):
-        pytest.skip("FP4 rows are whole groups")
     weight, x = make_weight(kind, n, k), make_rows(32, k)
     alone = torch.cat([op(x[t : t + 1], weight, 1, native) for t in range(32)])
     for t in range(1, 33):
@@ -225,11 +224,8 @@ def test_weights_in_a_file_at_odd_places(op: Linear, kind: str, rows: int, tmp_p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guards a page with Linux's mprotect")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), [(11, 96), (8, 64), (9, 70)])
+@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(11, 96), (8, 64), (9, 70)]))
 def test_nothing_past_a_weight_is_read(kind: str, path: cpu.Path, n: int, k: int) -> None:
-    if not legal(kind, k):
-        pytest.skip("FP4 rows are whole groups")
     weight = make_weight(kind, n, k)
     fields = {name: getattr(weight, name) for name in ("tensor", "codes", "packed", "scales") if hasattr(weight, name)}
     maps, moved = [], {}
