@@ -94,3 +94,17 @@ def test_a_sequence_that_takes_a_freed_slot_is_unaffected() -> None:
     used.reset()
     used.prefill(Prompt(ids=ids), mode="ced")
     assert torch.equal(used.append(random_ids(3, seed=71), logits_from=0).logits, expected)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+def test_where_pages_lie_does_not_matter(kernels: str) -> None:
+    """Reads take (block table, group index): scattered pages of a shared pool give the bits of consecutive ones."""
+    model, ids = golden("fp32-text", kernels), random_ids(90, seed=80)
+    plain = shared_cache(model, 1, 96)[0]
+    plain.prefill(Prompt(ids=ids), mode="ced", chunk=25)
+    expected = plain.append(random_ids(4, seed=81), logits_from=0).logits
+    cache = KVCache(model.config, model.layout, pages=12, slots=2)
+    cache.pages.poison(torch.arange(12))
+    scattered = Sequence(model, cache, slot=1, block_table=torch.tensor([7, 2, 11, 0, 5, 3]))
+    scattered.prefill(Prompt(ids=ids), mode="ced", chunk=25)
+    assert torch.equal(scattered.append(random_ids(4, seed=81), logits_from=0).logits, expected)
