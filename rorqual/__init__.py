@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rorqual.analysis.trace import trace
     from rorqual.config import ModelConfig
+    from rorqual.errors import RorqualError
     from rorqual.layout import KVLayout
     from rorqual.model.load import load
 
@@ -21,12 +22,13 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "KVLayout": "rorqual.layout",
+    "RorqualError": "rorqual.errors",
     "ModelConfig": "rorqual.config",
     "load": "rorqual.model.load",
     "trace": "rorqual.analysis.trace",
 }
 
-__all__ = ["KVLayout", "ModelConfig", "__version__", "load", "trace"]
+__all__ = ["KVLayout", "ModelConfig", "RorqualError", "__version__", "load", "trace"]
 
 
 def __getattr__(name: str) -> Any:

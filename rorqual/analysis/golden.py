@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rorqual.analysis.meanings import meaning
+from rorqual.analysis.saving import save_tensors
 from rorqual.analysis.trace import trace
 from rorqual.checkpoint.random import write_random
 from rorqual.checkpoint.tokenizer import read_tokenizer
@@ -58,8 +59,10 @@ def write_golden(
             f"prompt_tokens + decode_steps: {prompt_tokens} + {decode_steps}; "
             f"legal: each at least 1, at most {config.max_position_embeddings} together"
         )
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    if not out.parent.is_dir():
+        raise InputError(f"out: the folder {out.parent} does not exist")
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    part = scratch / "case"
     try:
         weights: Literal["native", "plain"] = "native" if numerics == "native" else "plain"
         write_random(config, part, seed, weights=weights, compressed_size=partial(_distinct, config))
@@ -67,7 +70,7 @@ def write_golden(
         part.rename(out)
         return counts
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _distinct(config: ModelConfig, tokenizer: Path) -> int:
@@ -86,7 +89,7 @@ def _fill(
         tensors |= trace(model, prompt, forced, images=images, stale_decode=True, select=stale)
     other = load(folder, numerics=numerics, page_tokens=page_tokens, kernels="fast")
     noise = _noise(tensors, trace(other, prompt, forced, spec=spec, images=images))
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "expected.safetensors")
+    save_tensors(tensors, folder / "expected.safetensors")
     readme = {
         "case": case,
         "mode": numerics,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rorqual.analysis.trace_state import is_row_tensor, join_pieces, record_state, record_truncated
 from rorqual.engine.draft import feed_draft, propose
+from rorqual.engine.ids import as_ids
 from rorqual.engine.images import ImageSource, image_prompt, read_images, span_starts
 from rorqual.engine.sequence import Prompt, check_choice, new_cache, resume
 from rorqual.engine.sequence import Sequence as Running
@@ -39,7 +40,7 @@ def trace(
     spec: bool = False,
     images: Sequence[ImageSource] | None = None,
     inject: Mapping[str, Tensor] | None = None,
-    select: str = "*",
+    select: str | Sequence[str] = "*",
     stale_decode: bool = False,
     tap: Recorder | None = None,
 ) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ def trace(
         spec: draft after every decode step (`spec.*`); needs forced ids and a model with a draft.
         images: in the order of their spans in the prompt.
         inject: name -> tensor of the whole prompt, used in place of ours; compare only what is computed from it.
-        select: globs separated by commas; what is not selected is never held.
+        select: globs, a list or separated by commas; what is not selected is never held.
         tap: a recorder of the caller's own, instead of `select` and `inject`.
         stale_decode: the released code's decode (SPEC 5); names begin with `decode_stale.`.
 
@@ -64,8 +65,10 @@ def trace(
     check_choice("prefill", prefill, ("full", "ced"))
     if spec and model.draft is None:
         raise InputError("spec: this model has no draft layers")
+    if (spec or stale_decode) and forced_ids is None:
+        raise InputError("forced_ids: none given; spec and stale_decode are of decode steps")
     with torch.inference_mode():
-        tap = tap or Recorder(select, inject)
+        tap = tap or Recorder(select if isinstance(select, str) else ",".join(select), inject)
         pictures = read_images(model, images or ())
         ids = as_ids(input_ids, "input_ids")
         forced = as_ids(forced_ids, "forced_ids") if forced_ids is not None else torch.zeros(0, dtype=torch.int64)
@@ -75,18 +78,6 @@ def trace(
         if unused:
             raise InputError(f"inject: {unused[0]} is not a tensor of this run; see the names of `rorqual trace`")
         return tracer.tensors()
-
-
-def as_ids(ids: Tensor | Sequence[int], name: str) -> Tensor:
-    """int64 [N] of a list, [N] or [1, N] tensor."""
-    found = torch.as_tensor(ids)
-    if found.dim() == 2 and found.shape[0] == 1:
-        found = found[0]
-    if found.dim() != 1 or found.is_floating_point() or found.numel() == 0:
-        raise InputError(
-            f"{name}: shape {list(found.shape)} {found.dtype}; needed: at least 1 integer id, [N] or [1, N]"
-        )
-    return found.to(torch.int64)
 
 
 @dataclass(slots=True)

@@ -39,6 +39,11 @@ class RingSpan:
         self.hi = end
         self.top = max(self.top, end)
 
+    def lowest(self, rows: int, need: int) -> int:
+        """The lowest position to rewind to: the `need` positions before it must still be held."""
+        held = self.held_from(rows)
+        return held if held == self.lo else held + need
+
     def rewind(self, position: int) -> None:
         """Forget positions >= `position` (rejected drafts)."""
         assert self.lo <= position <= self.hi, f"rewind to {position} outside [{self.lo}, {self.hi}]"

@@ -56,6 +56,7 @@ class Slots:
         self.draft_rings = WindowRings(
             config.num_nextn_predict_layers, slots, config.sliding_window, width, fmt, device
         )
+        self.draft_rows = layout.ring_rows - config.sliding_window
         self.compressed = [s.layer_id for s in layout.sources if s.ratio > 1]
         self.tails = [
             torch.zeros(slots, layout.tail_rows(s.ratio), 2, width, dtype=torch.float32, device=device)
@@ -75,9 +76,26 @@ class Slots:
         tails = sum(t.numel() * t.element_size() for t in self.tails)
         return self.rings.nbytes + self.draft_rings.nbytes + tails + self.history.numel() * 8
 
+    def lowest_rewind(self, slot: int, window: int, lookback: int) -> int:
+        """The lowest position that the slot's rings, tails and history can be rewound to.
+
+        window: positions a query sees. lookback: n-gram ids before a position.
+        """
+        state = self.states[slot]
+        found = [span.lowest(self.rings.rows, window - 1) for span in (state.encoder, state.decoder) if span.hi]
+        found += [state.tail.lowest(tail.shape[1], self.group_rows(tail.shape[1])) for tail in self.tails]
+        if self.history.shape[1]:
+            found.append(state.history.lowest(self.history.shape[1], lookback))
+        return max(found, default=0)
+
+    def group_rows(self, rows: int) -> int:
+        """Rows of an unfinished group that a tail of so many rows must hold: all but the drafts' share."""
+        return rows - self.draft_rows
+
     def poison(self, slot: int) -> None:
         """Fill a freed slot with NaN, so that reuse of stale state shows in any output (tests)."""
         self.rings.poison(slot)
         self.draft_rings.poison(slot)
         for tail in self.tails:
             tail[slot] = float("nan")
+        self.history[slot] = 7

@@ -14,9 +14,11 @@ Exit codes: 0 done, 1 the answer is no (or nobody reads our output any more), 2 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from rorqual.errors import RorqualError
 from rorqual.log import logger
 
 PROGRAM = "rorqual"
+COMPILER = "rorqual-kernels"
+"""The thread in which kernels compile (`rorqual.ops.dispatch`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,7 @@ VERBS: tuple[Verb, ...] = (
 def main(argv: Sequence[str] | None = None, verbs: Sequence[Verb] = VERBS) -> int:
     """Run one command line (default `sys.argv[1:]`) and return its exit code; nothing but a bug raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _mend_stdout()
     with _log_to_stderr():
         try:
             code = _dispatch(arguments, verbs)
@@ -74,6 +79,8 @@ def main(argv: Sequence[str] | None = None, verbs: Sequence[Verb] = VERBS) -> in
             return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except KeyboardInterrupt:
             print(file=sys.stderr)
+            if any(thread.name == COMPILER for thread in threading.enumerate()):
+                os._exit(130)  # a compilation would hold the exit for seconds
             return 130
 
 
@@ -127,6 +134,14 @@ def _complain(message: str) -> int:
     """One line on stderr, whatever the message's own line breaks; the exit code of a mistake in the input."""
     print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _mend_stdout() -> None:
+    """A closed standard output swallows what is printed; one that cannot encode a character shows another."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _silence_stdout() -> int:

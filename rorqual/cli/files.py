@@ -24,7 +24,7 @@ def read_ids(path: Path, name: str) -> Tensor:
         raise InputError(f"{name}: {path} does not exist")
     try:
         found = _read(path)
-    except (ValueError, OSError, SafetensorError, KeyError) as error:
+    except (ValueError, OSError, EOFError, SafetensorError, KeyError, RecursionError, MemoryError) as error:
         raise InputError(f"{name}: {path} cannot be read ({' '.join(str(error).split())})") from error
     if found.dtype.is_floating_point or found.dtype == torch.bool:
         raise InputError(f"{name}: {path} holds {found.dtype}; legal: integers")
@@ -38,7 +38,11 @@ def _read(path: Path) -> Tensor:
             raise ValueError("a JSON list of integers is needed")
         return torch.tensor(values, dtype=torch.int64)
     if path.suffix == ".npy":
-        return torch.from_numpy(np.load(path, allow_pickle=False))
+        try:
+            values = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise ValueError("not a .npy array of numbers") from error
+        return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
     if path.suffix == ".safetensors":
         tensors = load_file(path)
         if len(tensors) > 1 and "input_ids" not in tensors:

@@ -26,11 +26,10 @@ def command(
     stale_decode: Annotated[bool, typer.Option("--stale-decode", help="The released code's decode defect.")] = False,
     numerics: Annotated[str, typer.Option(help="fp32 or native.")] = "fp32",
     page_tokens: Annotated[int, typer.Option(help="Tokens a page.")] = 128,
-    kernels: Annotated[str, typer.Option(help="auto, fast or plain.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="plain (the reference's order of sums), fast or auto.")] = "plain",
 ) -> None:
     """Run a prompt and a forced continuation, and write the named tensors."""
-    from safetensors.torch import save_file
-
+    from rorqual.analysis.saving import save_tensors
     from rorqual.analysis.trace import trace
     from rorqual.cli.files import read_ids, read_tensors
     from rorqual.model.load import load
@@ -58,11 +57,6 @@ def command(
     )
     if not tensors:
         raise InputError(f"select: {select!r} matches no tensor of this run")
-    part = out.with_name(out.name + ".part")
-    try:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, part)
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
+    save_tensors(tensors, out)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     print_facts(str(out), {"tensors": len(tensors), "bytes": size})

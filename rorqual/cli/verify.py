@@ -17,7 +17,7 @@ COLUMNS = ("tensor group", "tensors", "worst error", "unit", "near-ties", "resul
 
 def command(
     case: Annotated[list[Path], typer.Argument(help="Golden folders.")],
-    kernels: Annotated[str, typer.Option(help="auto, fast or plain.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="fast or plain.")] = "fast",
 ) -> None:
     """Compare every stored tensor of a golden folder with our own, and print the worst error per tensor group."""
     from rorqual.analysis.verify import verify

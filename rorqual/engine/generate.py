@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from rorqual.engine.ids import as_ids
 from rorqual.engine.images import ImageSource, image_prompt, read_images
 from rorqual.engine.sampler import Sampler, SamplingParams
 from rorqual.engine.sequence import Sequence as Running
@@ -62,6 +63,10 @@ def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -
     """
     if model.tokenizer is None:
         raise InputError("prompt: this checkpoint has no tokenizer.json; give token ids instead of text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("prompt: not valid UTF-8 text") from error
     if not prompt and not images:
         raise InputError("prompt: empty; give at least one character")
     config = model.config
@@ -72,7 +77,7 @@ def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -
 
 def generate(
     model: Transformer,
-    prompt: str | Tensor,
+    prompt: str | Tensor | Sequence[int],
     *,
     max_tokens: int = 128,
     sampling: SamplingParams | None = None,
@@ -90,9 +95,7 @@ def generate(
     if max_tokens < 1:
         raise InputError(f"max_tokens: {max_tokens} is not legal; legal: at least 1")
     pictures = read_images(model, images)
-    ids = encode(model, prompt, pictures) if isinstance(prompt, str) else prompt
-    if not ids.numel():
-        raise InputError("prompt: empty; at least 1 token is needed")
+    ids = encode(model, prompt, pictures) if isinstance(prompt, str) else as_ids(prompt, "prompt")
     limit = model.config.max_position_embeddings
     if len(ids) >= limit:
         raise InputError(f"prompt: {len(ids)} tokens do not fit the model's {limit} positions with a new token")

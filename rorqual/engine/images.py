@@ -52,6 +52,12 @@ def image_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput], 
         )
     if not images:
         return Prompt(ids=ids)
+    for start, image in zip(span_starts(ids, model.config.image_token_id, images), images, strict=True):
+        if not bool(mask[start : start + image.grid.tokens].all()):
+            raise InputError(
+                f"image: the span at position {start} is not the {image.grid.tokens} positions of its image; "
+                "images go in the order of their spans"
+            )
     with torch.inference_mode():
         parts = [model.vision(image, _named(tap, n)) for n, image in enumerate(images)]
     return Prompt(ids=ids, image=mask, embeds=torch.cat(parts))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.errors import InputError
+from rorqual.errors import FormatError, InputError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,13 @@ class Sampler:
             self.generator.manual_seed(params.seed)
 
     def __call__(self, logits_V: Tensor) -> int:
-        """A token id from fp32 logits [V]; ties of greedy go to the lowest id."""
+        """A token id from fp32 logits [V]; ties of greedy go to the lowest id.
+
+        Raises:
+            FormatError: NaN or Inf among the logits; nothing sensible can be sampled.
+        """
+        if not bool(logits_V.isfinite().all()):
+            raise FormatError("logits: NaN or Inf; the checkpoint's weights are damaged or overflow")
         if self.params.temperature == 0:
             return int(logits_V.argmax())
         weights = probabilities(logits_V, self.params)
@@ -56,7 +62,7 @@ class Sampler:
 
 def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
     """fp64 distribution [V] after temperature, top-k and top-p; the most likely token always stays."""
-    scaled = logits_V.double() / params.temperature
+    scaled = (logits_V.double() - logits_V.max()) / params.temperature
     order = scaled.sort(descending=True, stable=True)
     values = order.values
     if 0 < params.top_k < values.shape[0]:

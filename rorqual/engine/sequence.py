@@ -5,6 +5,7 @@ This is the single-user counterpart of a scheduler: it turns "these tokens, this
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -88,7 +89,16 @@ class Sequence:
         self.decoder_floor = 0
 
     def rewind(self, position: int) -> None:
-        """Forget positions >= `position`, within the rings' reach: rejected drafts."""
+        """Forget positions >= `position`: rejected drafts.
+
+        Raises:
+            CapacityError: the rings have overwritten what the position needs; `resume` from a hit instead.
+        """
+        config = self.model.config
+        lookback = self.model.ngram.history_size if self.model.ngram is not None else 0
+        lowest = self.cache.slots.lowest_rewind(self.slot, config.sliding_window, lookback)
+        if not lowest <= position <= self.length:
+            raise CapacityError(f"rewind: position {position} is out of reach; legal: {lowest}..{self.length}")
         self.cache.slots.states[self.slot].rewind(position)
         self.length = position
 
@@ -193,10 +203,9 @@ def resume(sequence: Sequence, prompt: Prompt, hit: int, *, mode: str = "bounded
         InputError: `hit` is not a multiple of every ratio, not in (window, len(prompt)].
     """
     model = sequence.model
-    ratios = {s.ratio for s in model.layout.sources}
-    if any(hit % r for r in ratios) or not 0 < hit <= len(prompt):
-        legal = f"multiples of {', '.join(map(str, sorted(ratios)))} up to the prompt's {len(prompt)} tokens"
-        raise InputError(f"hit: {hit} is not legal; legal: {legal}")
+    step = math.lcm(*(s.ratio for s in model.layout.sources))
+    if hit % step or not 0 < hit <= len(prompt):
+        raise InputError(f"hit: {hit} is not legal; legal: {step}..{len(prompt)} in steps of {step}")
     start = replay_start(model, hit, len(prompt), mode=mode, prefill=prefill)
     before = None
     if model.ngram is not None:

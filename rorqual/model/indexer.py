@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig
+from rorqual.errors import InputError
 from rorqual.model.rope import rotate
 from rorqual.model.rows import Rows, Segment
 from rorqual.model.run import Carry, Run, padded
@@ -63,8 +64,14 @@ class Indexer(nn.Module):
             carry.candidates_TB = torch.cat(blocks)
         if run.tap.active:
             topk = run.record(f"{name}.topk_idxs", topk.to(torch.int32), rows).to(torch.int64)
+            if bool(((topk < -1) | (topk >= self.visible(rows)[:, None])).any()):
+                raise InputError(f"inject: {name}.topk_idxs names a group that its query cannot see")
             self._record_candidates(rows, carry, run)
         return topk
+
+    def visible(self, rows: Rows) -> Tensor:
+        """Groups that each row sees, [T]; the stale decode looks at another source's, which are no fewer."""
+        return (rows.positions_T + 1) // self.role.ratio
 
     def _record_candidates(self, rows: Rows, carry: Carry, run: Run) -> None:
         """The pool as a 0/1 mask over groups, as traces name it; an injected mask replaces the blocks."""
@@ -114,7 +121,7 @@ class Query:
         best = Running(n, ix.topk, self.run)
         blocks = Running(n, ix.keep_blocks if want_blocks else 0, self.run)
         end = int(self.visible[rows].max())
-        tile = GROUP_TILE // ix.block * ix.block if want_blocks else GROUP_TILE
+        tile = max(1, GROUP_TILE // ix.block) * ix.block if want_blocks else GROUP_TILE
         for g in range(0, end, tile):
             scores = self._scores(rows, (g, min(g + tile, end)))
             best.add(scores, g)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rorqual.config import ModelConfig
+from rorqual.errors import InputError
 from rorqual.formats.weights import DenseWeight
 from rorqual.model.rows import Rows
 from rorqual.model.run import Run
@@ -73,7 +74,10 @@ class MoE(nn.Module):
                 total = total + weight[:, k]
             weight = weight / (total + 1e-20)[:, None]
         weight = weight * self.scaling
-        index = run.record(f"{name}.moe_indices", index.to(torch.int32), rows).to(torch.int64)
+        if run.tap.active:
+            index = run.record(f"{name}.moe_indices", index.to(torch.int32), rows).to(torch.int64)
+            if bool(((index < 0) | (index >= self.experts)).any()):
+                raise InputError(f"inject: {name}.moe_indices names an expert outside 0..{self.experts - 1}")
         return index, run.record(f"{name}.moe_weights", weight, rows)
 
     def _shared(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:

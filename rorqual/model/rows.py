@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,11 +62,6 @@ class Rows:
     def first(self) -> int:
         """Position of the first row (traces run one sequence at a time)."""
         return self.segments[0].start
-
-    def without_global_writes(self) -> Rows:
-        """The same rows, whose global KV has been written already."""
-        done = tuple(replace(s, write_floor=s.end) for s in self.segments)
-        return replace(self, segments=done)
 
 
 def short_row_count(lengths: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from rorqual.config import ModelConfig
+from rorqual.errors import ConfigError
 from rorqual.layout import KVLayout
 from rorqual.model.backbone import Backbone
 from rorqual.model.draft import Draft
@@ -55,10 +56,14 @@ class Transformer(nn.Module):
 
 
 def ngram_hash(config: ModelConfig, token_map: torch.Tensor) -> NgramHash | None:
-    """The hash constants of the config's Engram layers, or None without Engram."""
+    """The hash constants of the config's Engram layers, or None without Engram.
+
+    Raises:
+        ConfigError: the tables' rows are not the sums of their primes (SPEC 8): other rows would be read in silence.
+    """
     if not config.engram_layer_ids:
         return None
-    return NgramHash(
+    made = NgramHash(
         config.engram_layer_ids,
         config.engram_vocab_size,
         config.engram_max_ngram_size,
@@ -66,3 +71,9 @@ def ngram_hash(config: ModelConfig, token_map: torch.Tensor) -> NgramHash | None
         config.engram_compressed_vocab_size,
         int(token_map[config.engram_pad_token_id]),
     )
+    if made.table_rows != config.engram_num_embeddings:
+        raise ConfigError(
+            f"engram_num_embeddings is {list(config.engram_num_embeddings)}; with engram_vocab_size "
+            f"{config.engram_vocab_size} the primes sum to {list(made.table_rows)}"
+        )
+    return made

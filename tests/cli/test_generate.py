@@ -57,6 +57,7 @@ def test_a_seed_makes_sampling_repeatable(model: Path, capsys: pytest.CaptureFix
         (["x" * 3000], "do not fit the model's 1024 positions"),
         (["x", "--image", "no-such.png"], "no-such.png"),
         (["x", "--chunk", "0"], "chunk: 0 is not legal"),
+        (["\udcff"], "prompt: not valid UTF-8 text"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -128,6 +129,7 @@ def test_trace_injects_and_refuses_what_it_never_met(tmp_path: Path, capsys: pyt
         ("{}", "JSON list of integers"),
         ("[1, 512]", "512 is outside the vocabulary, legal ids are 0..511"),
         ("[-1]", "-1 is outside the vocabulary"),
+        ("[" * 100_000, "cannot be read"),
         ("[" + "3," * 300 + "3]", "do not fit the model's 256 positions"),
     ],
 )

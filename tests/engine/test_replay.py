@@ -116,7 +116,5 @@ def test_illegal_hits_are_named() -> None:
     model, ids = golden(), random_ids(40)
     sequence = Sequence(model, new_cache(model, 64))
     for hit in (0, 33, 41, 42):
-        with pytest.raises(
-            InputError, match=f"hit: {hit} is not legal; legal: multiples of 1, 2 up to the prompt's 40"
-        ):
+        with pytest.raises(InputError, match=rf"hit: {hit} is not legal; legal: 2\.\.40 in steps of 2"):
             resume(sequence, Prompt(ids=ids), hit)

@@ -103,7 +103,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _reason(error: Exception) -> str:
     """One line of whatever a decoder raised."""
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    return type(error).__name__ if not text or "<_io." in text else text
 
 
 def image_patches(image: Image.Image, config: VisionConfig) -> ImageInput:
