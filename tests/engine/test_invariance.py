@@ -7,6 +7,7 @@ from models import golden, random_ids, tiny
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.sequence import Prompt, Sequence
 from rorqual.model.forward import forward
+from rorqual.model.step import SequenceStep
 from rorqual.model.transformer import Transformer
 
 WIDTHS = (1, 2, 3, 5, 8, 13, 32)
@@ -108,3 +109,30 @@ def test_where_pages_lie_does_not_matter(kernels: str) -> None:
     scattered = Sequence(model, cache, slot=1, block_table=torch.tensor([7, 2, 11, 0, 5, 3]))
     scattered.prefill(Prompt(ids=ids), mode="ced", chunk=25)
     assert torch.equal(scattered.append(random_ids(4, seed=81), logits_from=0).logits, expected)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+def test_decode_rows_beside_a_ced_chunk_that_waits(kernels: str) -> None:
+    """After a `ced` prefill, beside another prompt's chunk whose decoder does not run yet."""
+    model = golden("fp32-text", kernels)
+    ids, other = random_ids(50, seed=90), random_ids(40, seed=91)
+
+    def start() -> list[Sequence]:
+        sequences = shared_cache(model, 2, 96)
+        sequences[0].prefill(Prompt(ids=ids), mode="ced")
+        return sequences
+
+    alone = start()[0].append(random_ids(3, seed=92), logits_from=0).logits
+    decoding, waiting = start()
+    chunk = SequenceStep(
+        tokens_n=other[:20], start=0, slot=1, block_table=waiting.block_table, decoder_floor=24, run_decoder=False
+    )
+    step = decoding.step(random_ids(3, seed=92), logits_from=0)
+    outputs = forward(model, decoding.cache, [chunk, step])
+    assert outputs[0].logits is None and torch.equal(outputs[1].logits, alone)
+    last = SequenceStep(
+        tokens_n=other[20:], start=20, slot=1, block_table=waiting.block_table, decoder_floor=24, logits_from=0
+    )
+    finished = forward(model, decoding.cache, [last])[0]
+    expected = shared_cache(model, 1, 96)[0].prefill(Prompt(ids=other), mode="ced", chunk=20, logits_from=0)[-1]
+    assert finished.first == 24 and torch.equal(finished.logits, expected.logits)
