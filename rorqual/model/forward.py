@@ -257,21 +257,21 @@ def finish(model: Transformer, steps: Sequence[SequenceStep], kept: Flow, run: R
 
 
 def _wanted(step: SequenceStep, seg: Segment) -> slice:
-    """Rows of a segment whose logits are wanted: from `logits_from`, or the last one."""
-    start = seg.end - 1 if step.logits_from is None else max(step.logits_from, seg.start)
+    """Rows of a segment whose logits are wanted: from `logits_from` (none, if it lies beyond), or the last one."""
+    start = seg.end - 1 if step.logits_from is None else min(max(step.logits_from, seg.start), seg.end)
     return slice(seg.row_start + start - seg.start, seg.row_end)
 
 
 def _logits(model: Transformer, hidden_TD: Tensor, wanted: Sequence[slice], rows: Rows, run: Run) -> list[Tensor]:
     """Logits of each wanted slice. Few wanted rows of a sequence go row by row, whatever stands beside them."""
-    few = [w for w in wanted if w.stop - w.start <= SHORT_SEGMENT]
-    many = [w for w in wanted if w.stop - w.start > SHORT_SEGMENT]
-    index = torch.cat([torch.arange(w.start, w.stop) for w in (*few, *many)])
-    normed, logits = model.backbone.logits(hidden_TD[index], sum(w.stop - w.start for w in few), run)
+    counts = [w.stop - w.start for w in wanted]
+    order = short_first(counts)
+    index = torch.cat([torch.arange(wanted[i].start, wanted[i].stop) for i in order])
+    short = sum(count for count in counts if count <= SHORT_SEGMENT)
+    normed, logits = model.backbone.logits(hidden_TD[index], short, run)
     if run.tap.active:
         first = rows.segments[0].end - len(index)
         run.tap("final_norm", normed, first)
         logits = run.tap("logits", logits, first)
-    counts = [w.stop - w.start for w in (*few, *many)]
-    parts = dict(zip([w.start for w in (*few, *many)], logits.split(counts), strict=True))
-    return [parts[w.start] for w in wanted]
+    parts = dict(zip(order, logits.split([counts[i] for i in order]), strict=True))
+    return [parts[i] for i in range(len(wanted))]

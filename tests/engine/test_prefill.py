@@ -126,3 +126,13 @@ def test_prefill_memory_is_not_quadratic(chunk: int | None) -> None:
         (indexer.GROUP_TILE, indexer.ROW_TILE), indexer.Query._scores = cut, original
     assert max(seen) <= 64 * 32
     torch.testing.assert_close(tiled, run(model, ids, mode="full", chunk=chunk), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+def test_chunks_before_the_wanted_logits_give_none(kernels: str) -> None:
+    model, ids = golden("fp32-text", kernels), random_ids(TOKENS)
+    sequence = Sequence(model, new_cache(model, TOKENS))
+    outputs = sequence.prefill(Prompt(ids=ids), mode="full", chunk=20, logits_from=50)
+    assert [len(o.logits) for o in outputs] == [0, 0, 10, 15]
+    whole = run(model, ids, mode="full")[50:]
+    torch.testing.assert_close(torch.cat([o.logits for o in outputs]), whole, **TOLERANCE)

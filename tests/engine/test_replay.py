@@ -6,6 +6,7 @@ from models import golden, random_ids
 
 from rorqual.engine.sequence import Prompt, Sequence, new_cache, replay_start, resume
 from rorqual.errors import InputError
+from rorqual.model.tap import Recorder
 from rorqual.model.transformer import Transformer
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -118,3 +119,17 @@ def test_illegal_hits_are_named() -> None:
     for hit in (0, 33, 41, 42):
         with pytest.raises(InputError, match=rf"hit: {hit} is not legal; legal: 2\.\.40 in steps of 2"):
             resume(sequence, Prompt(ids=ids), hit)
+
+
+@pytest.mark.parametrize(("hit", "chunk"), [(32, None), (64, 7), (96, 1)])
+def test_ngram_history_is_rebuilt_after_a_hit(hit: int, chunk: int | None) -> None:
+    """Field case 35: row ids after a hit and a replay, in chunks, are those of one shot."""
+    model, ids = golden(), random_ids(110, seed=12)
+    tap = Recorder("engram.hash_ids")
+    sequence = Sequence(model, new_cache(model, 128))
+    sequence.prefill(Prompt(ids=ids[:hit]), mode="ced")
+    sequence.cache.slots.poison(0)
+    resume(sequence, Prompt(ids=ids), hit)
+    sequence.prefill(Prompt(ids=ids), mode="ced", chunk=chunk, write_floor=hit, tap=tap)
+    one_shot = model.ngram.rows(model.token_map[ids])
+    assert torch.equal(tap.tensors()["engram.hash_ids"], one_shot[hit - WINDOW :])
