@@ -54,6 +54,7 @@ check:
 bench: $(WARM)
 	$(RORQUAL) bench kernels
 	$(RORQUAL) bench model
+	$(RORQUAL) bench memory
 
 serve:
 	@echo 'rorqual: the server arrives with a later release' >&2; exit 2
