@@ -57,6 +57,10 @@ class DenseWeight:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
+    def row_range(self, rows: slice) -> DenseWeight:
+        """Some rows as a weight of their own, a view."""
+        return DenseWeight(self.tensor[rows])
+
     def expand(self, dtype: torch.dtype = torch.float32, rows: slice = _ALL_ROWS) -> Tensor:
         """The rows as `dtype` [n, K]; a view, and differentiable, when the dtype is already that."""
         start, end = _row_range(rows, self.shape[0])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from rorqual.config import LayerRole, Mode, ModelConfig
 from rorqual.model.compressor import Compressor
 from rorqual.model.indexer import Indexer
-from rorqual.model.rope import rotate
 from rorqual.model.rows import Rows
 from rorqual.model.run import Carry, Run
 from rorqual.model.weights import Scope, row_groups
@@ -45,26 +44,26 @@ class Attention(nn.Module):
     def window_kv(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:
         """RoPE(RMSNorm(x Wkv)) [T, C], before its quantiser."""
         kv = run.norm(run.linear(x_TD, self.wkv, rows), self.kv_norm, self.eps)
-        return run.numerics.round(rotate(kv, rows.rotary.at(self.compressed)))
+        return run.numerics.round(run.ops.rotate(kv, rows.rotary.at(self.compressed)))
 
     def forward(self, x_TD: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Attention output [T, D] in the activation dtype."""
         angles = rows.rotary.at(self.compressed)
         qr = run.norm(run.linear(x_TD, self.wq_a, rows), self.q_norm, self.eps)
         q = run.linear(qr, self.wq_b, rows).unflatten(-1, (self.heads, self.head_dim))
-        q = run.numerics.round(rotate(q, angles))
+        q = run.numerics.round(run.ops.rotate(q, angles))
         kv = self.window_kv(x_TD, rows, run)
         if self.compressor is not None:
             self.compressor(x_TD, rows, run)
         if self.indexer is not None:
             carry.topk_TK = self.indexer(x_TD, qr, rows, carry, run)
         out = []
-        for seg in rows.segments:
-            window = run.kv.window(self.role.layer_id, seg, kv[seg.rows], run.tap)
+        for seg, q_n, kv_n in zip(rows.segments, rows.split(q), rows.split(kv), strict=True):
+            window = run.kv.window(self.role.layer_id, seg, kv_n, run.tap)
             topk = carry.topk_TK[seg.rows] if self.compressed and carry.topk_TK is not None else None
-            out.append(run.kv.attend(self.role.kv_source, seg, q[seg.rows], window, topk, self.sink))
+            out.append(run.kv.attend(self.role.kv_source, seg, q_n, window, topk, self.sink))
         # Native rounds before *and* after the inverse rotation (SPEC 3).
-        o = run.numerics.round(rotate(run.numerics.round(torch.cat(out)), angles, inverse=True))
+        o = run.numerics.round(run.ops.rotate(run.numerics.round(torch.cat(out)), angles, inverse=True))
         return self.project(o, rows, run)
 
     def project(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:

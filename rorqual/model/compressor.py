@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig
-from rorqual.model.rope import Rotary, rotate
+from rorqual.model.rope import Rotary
 from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment
 from rorqual.model.run import Run
 from rorqual.model.weights import Scope
@@ -32,22 +32,24 @@ class Compressor(nn.Module):
 
     def forward(self, x_TD: Tensor, rows: Rows, run: Run) -> None:
         """Compress the groups that the rows complete and hand them to the KV store."""
-        todo = [s for s in rows.segments if s.write_floor < s.end]
-        if not todo:
+        if all(s.write_floor >= s.end for s in rows.segments):
             return
         if self.wgate is None:
             kv = run.linear(x_TD, self.wkv, rows)
-            for seg in todo:
-                self._store(kv[seg.rows], seg.start, seg, rows, run)
+            for seg, kv_n in zip(rows.segments, rows.split(kv), strict=True):
+                if seg.write_floor < seg.end:
+                    self._store(kv_n, seg.start, seg, rows, run)
             return
         # fp32 even in native: the release promotes both projections, and the tail holds fp32 rows.
         kv = run.ops.linear(x_TD.float(), self.wkv, rows.short_rows, False)
         score = run.ops.linear(x_TD.float(), self.wgate, rows.short_rows, False)
-        for seg in todo:
+        for seg, kv_n, score_n in zip(rows.segments, rows.split(kv), rows.split(score), strict=True):
+            if seg.write_floor >= seg.end:
+                continue
             if run.tap.active:
-                run.tap(f"layers.{self.layer}.tail_kv", kv[seg.rows], seg.start)
-                run.tap(f"layers.{self.layer}.tail_score", score[seg.rows], seg.start)
-            held_kv, held_score, first = run.kv.tail(self.layer, seg, kv[seg.rows], score[seg.rows])
+                run.tap(f"layers.{self.layer}.tail_kv", kv_n, seg.start)
+                run.tap(f"layers.{self.layer}.tail_score", score_n, seg.start)
+            held_kv, held_score, first = run.kv.tail(self.layer, seg, kv_n, score_n)
             self._store(run.numerics.round(self._pool(held_kv, held_score, first)), first, seg, rows, run)
 
     def _pool(self, kv_nC: Tensor, score_nC: Tensor, first: int) -> Tensor:
@@ -81,7 +83,8 @@ class Compressor(nn.Module):
         positions = torch.arange(group, group + latent.shape[0]) * self.ratio
         short = latent.shape[0] if seg.row_end <= rows.short_rows else 0
         angles = Rotary(self.freqs, positions, short).at(True)
-        key = run.numerics.round(run.ops.linear(latent.float(), self.wk, short, False))
+        # Index keys belong to the indexer, whose loss must not move the backbone.
+        key = run.numerics.round(run.ops.linear(latent.detach().float(), self.wk, short, False))
         key = run.norm(key, self.k_norm, self.eps)
-        main = run.numerics.round(rotate(latent, angles))
-        run.kv.put_groups(self.layer, seg, group, main, run.numerics.round(rotate(key, angles)), run.tap)
+        main = run.numerics.round(run.ops.rotate(latent, angles))
+        run.kv.put_groups(self.layer, seg, group, main, run.numerics.round(run.ops.rotate(key, angles)), run.tap)

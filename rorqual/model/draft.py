@@ -55,9 +55,13 @@ class Draft(nn.Module):
         self.markov_head = last.weight("markov_head.head")
         self.confidence = DenseWeight(last.param("confidence_head.proj.weight"))
 
+    def main_x(self, hidden_TM: Tensor, rows: Rows, run: Run) -> Tensor:
+        """What the windows are made of [T, D], from the target layers' hidden states side by side."""
+        return run.norm(run.linear(hidden_TM, self.main_proj, rows), self.main_norm, self.eps)
+
     def feed(self, cache: KVCache, hidden_TM: Tensor, rows: Rows, run: Run) -> Tensor:
         """Write the draft windows of the rows' positions from the backbone's hidden states; returns main_x [T, D]."""
-        main_x = run.norm(run.linear(hidden_TM, self.main_proj, rows), self.main_norm, self.eps)
+        main_x = self.main_x(hidden_TM, rows, run)
         fmt = FORMATS[self.config.cache.window]
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
@@ -97,17 +101,36 @@ class Draft(nn.Module):
         rows = self._block_rows(cache, slots, block)
         ids = torch.full((len(slots), block), self.config.dspark_noise_token_id, dtype=torch.int64)
         ids[:, 0] = next_ids_B
-        embedded = run.numerics.round(embed[ids.flatten()])
-        x = embedded[:, None].expand(-1, self.config.hc_mult, -1)
-        pre = first_pre(len(rows), self.config.hc_mult)
         inner = Run(ops=run.ops, numerics=run.numerics, kv=DraftKV(self.config, cache, run), tap=run.tap)
+        hidden = self.block_hidden(run.numerics.round(embed[ids.flatten()]), rows, inner)
+        logits = self.block_logits(hidden, head, rows.short_rows, run).unflatten(0, (len(slots), block))
+        return self._sample(logits, hidden.unflatten(0, (len(slots), block)), next_ids_B, choose, run.ops)
+
+    def block_hidden(self, embedded_TD: Tensor, rows: Rows, run: Run) -> Tensor:
+        """The last layer's collapsed stream [T, D] of block rows, un-normed; `run.kv` gives them their windows."""
+        x = embedded_TD[:, None].expand(-1, self.config.hc_mult, -1)
+        pre = first_pre(len(rows), self.config.hc_mult)
         carry = Carry()
         for layer in self.layers:
-            x, pre = layer(x, pre, rows, carry, inner)
-        hidden = run.record("hidden", run.numerics.round(run.ops.hyper_collapse(x, pre)), rows)
-        normed = run.norm(hidden, self.norm, self.eps)
-        logits = run.ops.linear(normed.float(), head, rows.short_rows, False).unflatten(0, (len(slots), block))
-        return self._sample(logits, hidden.unflatten(0, (len(slots), block)), next_ids_B, choose, run.ops)
+            x, pre = layer(x, pre, rows, carry, run)
+        return run.record("hidden", run.numerics.round(run.ops.hyper_collapse(x, pre)), rows)
+
+    def block_logits(self, hidden_TD: Tensor, head: Weight, short_rows: int, run: Run) -> Tensor:
+        """fp32 [T, V] of the backbone's head, before the Markov term."""
+        normed = run.norm(hidden_TD, self.norm, self.eps)
+        return run.ops.linear(normed.float(), head, short_rows, False)
+
+    def finish(
+        self, prev_B: Tensor, logits_BV: Tensor, hidden_BD: Tensor, short_rows: int, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        """Logits fp32 [B, V] of drafts whose predecessor is `prev_B`, and confidence logits fp32 [B].
+
+        logits_BV, hidden_BD: of `block_logits` and `block_hidden`.
+        """
+        markov = self.markov_embed[prev_B].float()
+        logits = logits_BV + ops.linear(markov, self.markov_head, short_rows, False)
+        joined = torch.cat((hidden_BD.float(), markov), dim=1)
+        return logits, ops.linear(joined, self.confidence, short_rows, False)[:, 0]
 
     def _block_rows(self, cache: KVCache, slots: Sequence[int], block: int) -> Rows:
         segments = []
@@ -131,10 +154,8 @@ class Draft(nn.Module):
         """Left to right: add the Markov term of the predecessor, choose, score the confidence."""
         ids, logits, confidence = [], [], []
         for i in range(logits_BgV.shape[1]):
-            markov = self.markov_embed[prev_B].float()
-            row = logits_BgV[:, i] + ops.linear(markov, self.markov_head, len(prev_B), False)
-            joined = torch.cat((hidden_BgD[:, i].float(), markov), dim=1)
-            confidence.append(ops.linear(joined, self.confidence, len(prev_B), False)[:, 0])
+            row, sure = self.finish(prev_B, logits_BgV[:, i], hidden_BgD[:, i], len(prev_B), ops)
+            confidence.append(sure)
             prev_B = choose(row, i)
             ids.append(prev_B)
             logits.append(row)
@@ -143,7 +164,25 @@ class Draft(nn.Module):
         )
 
 
-class DraftKV:
+class WindowOnly:
+    """What a store of layers without global KV is never asked."""
+
+    def tail(self, source: int, seg: Segment, kv_nC: Tensor, score_nC: Tensor) -> tuple[Tensor, Tensor, int]:
+        raise AssertionError("draft layers have no compressor")
+
+    def put_groups(self, source: int, seg: Segment, first: int, main_GC: Tensor, key_GD: Tensor, tap: Tap) -> None:
+        raise AssertionError("draft layers have no compressor")
+
+    def index_scores(
+        self, source: int, seg: Segment, q_nID: Tensor, w_nI: Tensor, groups: tuple[int, int], visible_n: Tensor
+    ) -> Tensor:
+        raise AssertionError("draft layers have no indexer")
+
+    def index_scores_at(self, source: int, seg: Segment, q_nID: Tensor, w_nI: Tensor, index_nK: Tensor) -> Tensor:
+        raise AssertionError("draft layers have no indexer")
+
+
+class DraftKV(WindowOnly):
     """The draft's keys: the window [p-W+1, p] from the ring and the whole block, both ways, the block never stored."""
 
     def __init__(self, config: ModelConfig, cache: KVCache, run: Run) -> None:
@@ -179,17 +218,3 @@ class DraftKV:
         return self.run.ops.sparse_attention(
             q_nHC.float(), last, keys, base, base, reach, None, None, None, sink_H, scale, native
         )
-
-    def tail(self, source: int, seg: Segment, kv_nC: Tensor, score_nC: Tensor) -> tuple[Tensor, Tensor, int]:
-        raise AssertionError("draft layers have no compressor")
-
-    def put_groups(self, source: int, seg: Segment, first: int, main_GC: Tensor, key_GD: Tensor, tap: Tap) -> None:
-        raise AssertionError("draft layers have no compressor")
-
-    def index_scores(
-        self, source: int, seg: Segment, q_nID: Tensor, w_nI: Tensor, groups: tuple[int, int], visible_n: Tensor
-    ) -> Tensor:
-        raise AssertionError("draft layers have no indexer")
-
-    def index_scores_at(self, source: int, seg: Segment, q_nID: Tensor, w_nI: Tensor, index_nK: Tensor) -> Tensor:
-        raise AssertionError("draft layers have no indexer")

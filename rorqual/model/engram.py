@@ -25,7 +25,7 @@ class Engram(nn.Module):
         self.copies, self.hidden, self.eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
         self.table = scope.table("embed")
         self.wkv = scope.weight("wkv")
-        self.query_key_scale = scope.param("q_weight") * scope.param("k_weight")
+        self.q_weight, self.k_weight = scope.param("q_weight"), scope.param("k_weight")
 
     def forward(self, x_TSD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
         """The stream plus gate x value, in fp32, rounded once; image-span positions get nothing."""
@@ -34,7 +34,7 @@ class Engram(nn.Module):
         projected = run.linear(memory, self.wkv, rows).float().unflatten(-1, (self.copies + 1, self.hidden))
         key, value = projected[:, :-1], projected[:, -1:]
         x = x_TSD.float()
-        z = row_sum(x * self.query_key_scale * key) * (self._rstd(x) * self._rstd(key)) * self.hidden**-0.5
+        z = row_sum(x * (self.q_weight * self.k_weight) * key) * (self._rstd(x) * self._rstd(key)) * self.hidden**-0.5
         gate = by_row(torch.sigmoid, z.sign() * z.abs().clamp_min(1e-6).sqrt(), rows.short_rows)
         if rows.image_T is not None:
             gate = gate.masked_fill(rows.image_T[:, None], 0.0)

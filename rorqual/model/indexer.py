@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig
 from rorqual.errors import InputError
-from rorqual.model.rope import rotate
 from rorqual.model.rows import Rows, Segment
 from rorqual.model.run import Carry, Run, padded
 from rorqual.model.weights import Scope
@@ -43,10 +42,14 @@ class Indexer(nn.Module):
     def forward(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Top-K groups int64 [T, K], ascending, -1 padded; sets the carry's candidates on the candidate source."""
         name = f"layers.{self.role.layer_id}"
+        # A selection has no gradient; what the indexer learns from (its own loss) must not move the backbone.
+        x_TD, qr_TQ = x_TD.detach(), qr_TQ.detach()
         q = run.linear(qr_TQ, self.wq_b, rows).unflatten(-1, (self.heads, -1))
-        q = run.numerics.round(rotate(q, rows.rotary.at(True)))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True)))
         w = run.numerics.round(run.linear(x_TD, self.weights_proj, rows) * self.scale)
         w = run.record(f"{name}.index_weights", w, rows)
+        if run.hooks is not None:
+            return run.hooks.select(self.role, q, w, rows, carry)
         pool = carry.candidates_TB if self.role.uses_candidates else None
         chosen, blocks = [], []
         for seg in rows.segments:

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from rorqual.checkpoint.load import Checkpoint
+from rorqual.checkpoint.shipped import shipped_model
 from rorqual.checkpoint.tokenizer import read_tokenizer
 from rorqual.config import ModelConfig
 from rorqual.errors import CheckpointError, InputError
@@ -20,34 +21,37 @@ from rorqual.ops.dispatch import Backend
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     numerics: str = "fp32",
     device: str = "cpu",
     page_tokens: int = PAGE_TOKENS,
     kernels: str = "auto",
+    config: ModelConfig | None = None,
 ) -> Transformer:
     """Open a checkpoint in the release's layout and build its model; weights stay packed and memory-mapped.
 
     Args:
         path: folder with config.json (or inference_config.json), model.safetensors or shards with an index, and
-            tokenizer.json where text or Engram is used.
+            tokenizer.json where text or Engram is used; None is the model that ships with the package.
         numerics: "fp32" (activations fp32) or "native" (bf16 activations, FP8 GEMM inputs).
         device: "cpu".
         page_tokens: tokens a page; a multiple of every ratio and of the candidate span.
         kernels: "fast", "plain" (the torch twins), or "auto" (twins until the kernels are compiled).
+        config: read the same weights as this model instead of the folder's own: other cache formats, or no candidate
+            pool (`ModelConfig.from_json(folder).without("candidates")`). Its tensors must be the folder's.
 
     Raises:
         InputError, ConfigError, CheckpointError: one line that names the thing and the legal values.
     """
-    folder = Path(path)
+    folder = shipped_model() if path is None else Path(path)
     if not folder.is_dir():
         raise InputError(f"model: {folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
     if device != "cpu":
         raise InputError(f"device: {device!r} is not supported by this version; legal: cpu")
     mode = Numerics(name=numerics)
     backend = Backend(kernels)
-    config = ModelConfig.from_json(folder)
+    config = config or ModelConfig.from_json(folder)
     file = folder / "tokenizer.json"
     tokenizer = read_tokenizer(file) if file.exists() else None
     token_map = engram_token_map(config, tokenizer, folder)

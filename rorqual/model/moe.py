@@ -67,6 +67,8 @@ class MoE(nn.Module):
             last = self.per_token
             gap = order.values[:, last - 1] - order.values[:, last] if last < self.experts else None
             run.record(f"{name}.moe_margin", torch.full((len(rows),), torch.inf) if gap is None else gap, rows)
+        if run.hooks is not None:
+            run.hooks.routed(name, scores, index, rows)
         weight = scores.gather(1, index)
         if self.normalise:
             total = weight[:, 0]

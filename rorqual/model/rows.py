@@ -58,6 +58,11 @@ class Rows:
     def __len__(self) -> int:
         return int(self.positions_T.shape[0])
 
+    def split(self, x_T: Tensor) -> tuple[Tensor, ...]:
+        """x [T, ...] segment by segment, views; the gradient of all of them is one concatenation."""
+        parts: tuple[Tensor, ...] = x_T.split([s.row_end - s.row_start for s in self.segments])
+        return parts
+
     @property
     def first(self) -> int:
         """Position of the first row (traces run one sequence at a time)."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rorqual.config import LayerRole
 from rorqual.formats.weights import Weight
 from rorqual.model.kv import KVStore
 from rorqual.model.numerics import Numerics
@@ -28,6 +30,16 @@ class Carry:
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
+class Hooks(Protocol):
+    """What training watches, and the one choice it makes its own way; an inference run has none."""
+
+    def select(self, role: LayerRole, q_TID: Tensor, w_TI: Tensor, rows: Rows, carry: Carry) -> Tensor:
+        """Top-K of an index source, int64 [T, K], from its rotated queries and head weights."""
+
+    def routed(self, name: str, scores_TE: Tensor, index_Tk: Tensor, rows: Rows) -> None:
+        """A MoE layer's unbiased scores and its choice."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """One forward's constants. Nothing here outlives it."""
@@ -37,6 +49,7 @@ class Run:
     kv: KVStore
     tap: Tap
     stale_decode: bool = False
+    hooks: Hooks | None = None
 
     def linear(self, x_TK: Tensor, weight: Weight, rows: Rows) -> Tensor:
         """x W^T in the activation dtype: one rounding of the output in native, and of a quantised weight's input."""

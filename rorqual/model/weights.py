@@ -43,7 +43,7 @@ def row_groups(weight: Weight, groups: int) -> list[Weight]:
     for g in range(groups):
         cut = slice(g * rows, (g + 1) * rows)
         if isinstance(weight, DenseWeight):
-            parts.append(DenseWeight(weight.tensor[cut]))
+            parts.append(weight.row_range(cut))
         elif isinstance(weight, Fp8Weight):
             if rows % 32:
                 # Groups that share a tile: the values are exact in bf16, so keep them so.

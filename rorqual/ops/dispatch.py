@@ -25,7 +25,7 @@ from rorqual.formats import codec
 from rorqual.formats.codec import Packed
 from rorqual.formats.spec import FORMATS, NumberFormat
 from rorqual.log import logger
-from rorqual.ops.reference import attention, experts, gather, hyper, index_scores, linear, norm, topk
+from rorqual.ops.reference import attention, experts, gather, hyper, index_scores, linear, norm, rope, topk
 
 if TYPE_CHECKING:
     from rorqual.ops.cpu import Path
@@ -51,6 +51,7 @@ class Ops:
     grouped_linear: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
+    rotate: Callable[..., Tensor]
     hyper_mix: Callable[..., hyper.Coefficients]
     hyper_collapse: Callable[..., Tensor]
     hyper_expand: Callable[..., Tensor]
@@ -71,6 +72,7 @@ def reference_ops() -> Ops:
         grouped_linear=linear.grouped_linear,
         experts=experts.experts,
         rms_norm=norm.rms_norm,
+        rotate=rope.rotate,
         hyper_mix=hyper.hyper_mix,
         hyper_collapse=hyper.hyper_collapse,
         hyper_expand=hyper.hyper_expand,
@@ -104,6 +106,7 @@ def fast_ops(path: Path | None = None) -> Ops:
         grouped_linear=partial(linear.grouped_linear, path=path),
         experts=partial(experts.experts, path=path),
         rms_norm=norm.rms_norm,
+        rotate=rope.rotate,
         hyper_mix=partial(hyper.hyper_mix, path=path),
         hyper_collapse=hyper.hyper_collapse,
         hyper_expand=hyper.hyper_expand,

@@ -9,8 +9,8 @@ from rorqual.engine.sequence import Prompt, Sequence, new_cache
 from rorqual.formats.weights import DenseWeight
 from rorqual.model.compressor import Compressor
 from rorqual.model.load import load
-from rorqual.model.rope import rotate
 from rorqual.model.transformer import Transformer
+from rorqual.ops.reference.rope import rotate
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
