@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rorqual.errors import RorqualError
     from rorqual.layout import KVLayout
     from rorqual.model.load import load
+    from rorqual.training.run import train
 
 __version__ = "0.1.0"
 
@@ -26,9 +27,10 @@ _EXPORTS = {
     "ModelConfig": "rorqual.config",
     "load": "rorqual.model.load",
     "trace": "rorqual.analysis.trace",
+    "train": "rorqual.training.run",
 }
 
-__all__ = ["KVLayout", "ModelConfig", "RorqualError", "__version__", "load", "trace"]
+__all__ = ["KVLayout", "ModelConfig", "RorqualError", "__version__", "load", "trace", "train"]
 
 
 def __getattr__(name: str) -> Any:

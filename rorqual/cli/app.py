@@ -5,6 +5,8 @@ The protocol of a verb
   reads; the module is imported when its verb is called, so a heavy verb never slows a light one.
 - The function (by custom called `command`) is one that `typer` takes: annotated parameters, options described by
   `Annotated[..., typer.Option(...)]`, types importable at module level. Its docstring is the verb's `--help`.
+- A group of verbs, such as `lab`, has a module as its target: one with `VERBS` of its own, of which the next argument
+  picks one. The first line of its docstring heads the group's `--help`.
 - It returns None for success. `raise typer.Exit(1)` says that the work was done and its answer is no (a failed
   verification). A user's mistake is a `RorqualError`, a missing file included: the verb turns FileNotFoundError on a
   path that the user gave into InputError. Any other exception is a bug of ours and keeps its traceback.
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from rorqual.errors import RorqualError
@@ -35,16 +38,20 @@ COMPILER = "rorqual-kernels"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verb:
-    """One verb of the command line: `target` is `module:function`, `help` one line without a full stop."""
+    """One verb of the command line: `target` is `module:function`, `help` one line without a full stop.
+
+    A group's target is a module.
+    """
 
     name: str
     target: str
     help: str
 
-    def load(self) -> Callable[..., Any]:
-        """Import the verb's module and hand out its function."""
-        module, _, function = self.target.partition(":")
-        command: Callable[..., Any] = getattr(import_module(module), function)
+    def load(self) -> Callable[..., Any] | ModuleType:
+        """Import the verb's module and hand out its function; of a group, the module."""
+        name, _, function = self.target.partition(":")
+        module = import_module(name)
+        command: Callable[..., Any] | ModuleType = getattr(module, function) if function else module
         return command
 
 
@@ -52,10 +59,12 @@ VERBS: tuple[Verb, ...] = (
     Verb(name="generate", target="rorqual.cli.generate:command", help="Continue a prompt, streaming the text"),
     Verb(name="inspect", target="rorqual.cli.inspect:command", help="Show layers, parameters and cache bytes"),
     Verb(name="init", target="rorqual.cli.init:command", help="Write a random checkpoint of any config"),
+    Verb(name="train", target="rorqual.cli.train:command", help="Train a small model on text"),
     Verb(name="trace", target="rorqual.cli.trace:command", help="Dump every tensor of a forward pass"),
     Verb(name="verify", target="rorqual.cli.verify:command", help="Check a golden folder against our own trace"),
     Verb(name="golden", target="rorqual.cli.golden:command", help="Write a golden folder for a config"),
     Verb(name="diff", target="rorqual.cli.diff:command", help="Find the first tensor where two dumps part"),
+    Verb(name="lab", target="rorqual.cli.lab", help="Measure what formats, prefill and drafts do to a model"),
     Verb(name="bench", target="rorqual.cli.bench:command", help="Measure kernels or a model against the plain twins"),
     Verb(name="warm", target="rorqual.cli.warm:command", help="Compile the fast kernels ahead of time"),
 )
@@ -84,23 +93,28 @@ def main(argv: Sequence[str] | None = None, verbs: Sequence[Verb] = VERBS) -> in
             return 130
 
 
-def _dispatch(arguments: list[str], verbs: Sequence[Verb]) -> int:
+def _dispatch(arguments: list[str], verbs: Sequence[Verb], program: str = PROGRAM, about: str = "") -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h", "help"):
-        print(_overview(verbs))
+        print(_overview(verbs, program, about))
         return 0 if arguments else 2
-    if name == "--version":
+    if name == "--version" and program == PROGRAM:
         from rorqual import __version__
 
         print(f"{PROGRAM} {__version__}")
         return 0
     verb = next((verb for verb in verbs if verb.name == name), None)
     if verb is None:
-        return _complain(f"no verb '{name}'; the verbs are {', '.join(verb.name for verb in verbs)}")
-    return _run(verb, arguments[1:])
+        given = f"{program} {name}".removeprefix(f"{PROGRAM} ")
+        return _complain(f"no verb '{given}'; the verbs are {', '.join(verb.name for verb in verbs)}")
+    target = verb.load()
+    if isinstance(target, ModuleType):
+        about = (target.__doc__ or "").split("\n")[0]
+        return _dispatch(arguments[1:], target.VERBS, f"{program} {name}", about)
+    return _run(target, f"{program} {name}", arguments[1:])
 
 
-def _run(verb: Verb, arguments: list[str]) -> int:
+def _run(function: Callable[..., Any], program: str, arguments: list[str]) -> int:
     import typer
 
     # The base of all complaints about the arguments. Some releases of typer import click for it, some carry their
@@ -109,24 +123,25 @@ def _run(verb: Verb, arguments: list[str]) -> int:
     usage_error: type[Exception] = next(base for base in bases if base.__name__ == "ClickException")
 
     application = typer.Typer(add_completion=False)
-    application.command()(verb.load())
+    application.command()(function)
     command = typer.main.get_command(application)
     try:
-        code = command.main(arguments, prog_name=f"{PROGRAM} {verb.name}", standalone_mode=False)
+        code = command.main(arguments, prog_name=program, standalone_mode=False)
     except typer.Abort:
         return 130
     except usage_error as error:
         detail: Any = error
-        return _complain(f"{detail.format_message()} (see {PROGRAM} {verb.name} --help)")
+        return _complain(f"{detail.format_message()} (see {program} --help)")
     return code if isinstance(code, int) else 0
 
 
-def _overview(verbs: Sequence[Verb]) -> str:
+def _overview(verbs: Sequence[Verb], program: str, about: str) -> str:
     width = max(len(verb.name) for verb in verbs)
     rows = "\n".join(f"  {verb.name:<{width}}  {verb.help}" for verb in verbs)
+    heading = f"{about}\n\n" if about else ""
     return (
-        f"usage: {PROGRAM} VERB [ARGUMENTS]\n\n{rows}\n\n"
-        f"`{PROGRAM} VERB --help` describes one verb, `{PROGRAM} --version` prints the version."
+        f"usage: {program} VERB [ARGUMENTS]\n\n{heading}{rows}\n\n"
+        f"`{program} VERB --help` describes one verb, `{PROGRAM} --version` prints the version."
     )
 
 

@@ -1,0 +1,1 @@
+"""Training: data, the learner and its losses, optimisers, the loop, export."""

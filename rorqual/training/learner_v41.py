@@ -1,0 +1,176 @@
+"""The V4.1 model as a learner: its parameters, its losses, its router's bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rorqual.config import Mode, ModelConfig
+from rorqual.errors import InputError
+from rorqual.formats.codec import fake_quantize
+from rorqual.layout import PAGE_TOKENS
+from rorqual.model.ngram import compressed_token_map, identity_token_map
+from rorqual.model.numerics import Numerics
+from rorqual.model.run import Run
+from rorqual.model.tap import Tap
+from rorqual.model.transformer import Transformer
+from rorqual.ops.dispatch import Backend, Ops, reference_ops
+from rorqual.training.attend import PLAIN, Softmax
+from rorqual.training.batch import IGNORE, Packed
+from rorqual.training.draft import draft_losses
+from rorqual.training.forward import backbone, training_rows
+from rorqual.training.kv import Choice, FakeQuantize, LearningKV
+from rorqual.training.learner import Phase, StepLoss, Totals
+from rorqual.training.live import FakeWeight, LiveScope, Rounding, fake_quantize_weight
+from rorqual.training.objective import balance_loss, draw, expert_loads, next_token_loss
+from rorqual.training.parameters import initial_parameters, trained_specs
+from rorqual.training.recipe import LossRecipe
+
+LOGIT_ROWS = 2048
+"""Rows whose logits are held at once outside the loss."""
+
+
+class V41Learner:
+    """Trains a config's parameters (fp32) through the modules that inference runs.
+
+    Args:
+        config: fitted to the tokenizer (`fit_config`); text only.
+        tokenizer: folds Engram's vocabulary; None: the identity, as in a checkpoint without one.
+        loss: weights of the losses.
+        seed: of the parameters, and of what is drawn for each sequence.
+        fast: the compiled twins of the training ops; False: plain torch, slower, the same numbers within fp32 noise.
+
+    Raises:
+        InputError: a config with a vision tower, which this trainer does not train.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer | None, loss: LossRecipe, seed: int, *, fast: bool = True
+    ) -> None:
+        if config.vision is not None:
+            raise InputError("model: it has a vision tower, which is not trained here; use config.without('vision')")
+        self.config, self.tokenizer, self.weights, self.seed = config, tokenizer, loss, seed
+        self.parameters: dict[str, nn.Parameter] = initial_parameters(config, seed)
+        self.ops, self.fake, self.softmax, fake_weight = _operations(fast)
+        self.rounding = Rounding(fake_weight)
+        folded = compressed_token_map(tokenizer, config.vocab_size) if tokenizer and config.engram_layer_ids else None
+        token_map = torch.from_numpy(identity_token_map(config.vocab_size) if folded is None else folded)
+        scope = LiveScope(self.parameters, trained_specs(config), self.rounding)
+        numerics = Numerics(name="fp32")
+        self.model = Transformer(config, scope, numerics, Backend("plain"), token_map, page_tokens_of(config))
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Parameter name -> heads whose blocks of rows are matrices of their own (query projections)."""
+        c, found = self.config, {}
+        for name in self.parameters:
+            if name.endswith("attn.wq_b.weight"):
+                found[name] = c.num_attention_heads
+            elif name.endswith("indexer.wq_b.weight"):
+                found[name] = c.index_n_heads
+        return found
+
+    def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
+        self.rounding.turn(phase.quantise_weights)
+        w, model = self.weights, self.model
+        rows = training_rows(model, batch)
+        ids = torch.cat([packed.ids for packed in batch])
+        targets = torch.cat([packed.targets for packed in batch])
+        window = self.config.sliding_window
+        choices = [c for packed in batch for c in draw(packed, w, phase.replay, window, self.seed)]
+        run, kv = self._run(phase, choices)
+        out = backbone(model, ids, rows, run)
+        logits = F.linear(out.normed_TD, model.backbone.head.expand())
+        total = next_token_loss(logits, targets, totals)
+        parts = {"loss": total.item()}
+        lengths = [packed.ids.shape[0] for packed in batch]
+        if kv.index_losses:
+            indexer = torch.stack(kv.index_losses).sum() / max(1, totals.tokens) / self._index_sources
+            total, parts["indexer"] = total + w.indexer * indexer, indexer.item()
+        if kv.routing and w.balance:
+            balance = balance_loss(kv.routing, lengths, totals)
+            total, parts["balance"] = total + w.balance * balance, balance.item()
+        loads = expert_loads(kv.routing)
+        if phase.draft and model.draft is not None:
+            assert out.targets_TM is not None
+            drafted, kv_draft = self._run(phase, [])
+            found = draft_losses(
+                model.draft,
+                model.backbone.embed.detach(),
+                model.backbone.head,
+                out.targets_TM,
+                out.normed_TD.detach(),
+                batch,
+                run=drafted,
+                loss=w,
+                totals=totals,
+                seed=self.seed,
+                quantise=phase.quantise_caches,
+            )
+            total = total + found.total
+            parts |= found.parts
+            loads |= expert_loads(kv_draft.routing)
+        return StepLoss(total=total, parts=parts, loads=loads)
+
+    def after_step(self, loads: Mapping[str, Tensor]) -> None:
+        """The router's bias without an auxiliary loss: down by `bias_rate` for a busy expert, up for an idle one."""
+        with torch.no_grad():
+            for name, load in loads.items():
+                mean = load.float().mean()
+                self.parameters[f"{name}.ffn.gate.bias"].add_((mean - load.float()).sign(), alpha=self.weights.bias_rate)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Sequence[Packed], phase: Phase) -> list[Tensor]:
+        targets = torch.cat([packed.targets for packed in batch])
+        normed = self._normed(batch, phase)
+        head = self.model.backbone.head.expand()
+        losses = [
+            F.cross_entropy(F.linear(part, head), target, ignore_index=IGNORE, reduction="none")
+            for part, target in zip(normed.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
+        ]
+        return list(torch.cat(losses).split([packed.ids.shape[0] for packed in batch]))
+
+    @torch.no_grad()
+    def next_logits(self, ids: Tensor, phase: Phase | None = None) -> Tensor:
+        packed = Packed(ids=ids, targets=torch.full_like(ids, IGNORE), starts=(0,), number=0)
+        return F.linear(self._normed([packed], phase or Phase())[-1], self.model.backbone.head.expand())
+
+    def _normed(self, batch: Sequence[Packed], phase: Phase) -> Tensor:
+        """fp32 [T, D] after the output norm, nothing drawn."""
+        self.rounding.turn(phase.quantise_weights)
+        rows = training_rows(self.model, batch)
+        choices = [Choice(index_rows=torch.empty(0, dtype=torch.int64), row_weight=0.0, seam=None)] * len(rows.segments)
+        run, _ = self._run(phase, choices)
+        return backbone(self.model, torch.cat([packed.ids for packed in batch]), rows, run).normed_TD
+
+    def _run(self, phase: Phase, choices: list[Choice]) -> tuple[Run, LearningKV]:
+        kv = LearningKV(
+            config=self.config, ops=self.ops, fake=self.fake, softmax=self.softmax, phase=phase, choices=choices
+        )
+        return Run(ops=self.ops, numerics=self.model.numerics, kv=kv, tap=Tap(), hooks=kv), kv
+
+    @property
+    def _index_sources(self) -> int:
+        return max(1, sum(role.mode in (Mode.FULL, Mode.REINDEX) for role in self.config.backbone_roles))
+
+
+def page_tokens_of(config: ModelConfig) -> int:
+    """The smallest multiple of 128 tokens that is a page of the config (DESIGN 2)."""
+    span = max([role.ratio for role in config.backbone_roles if role.ratio] or [1])
+    blocks = config.candidate_block_size * span if config.candidate_source_layer_id >= 0 else 1
+    return max(PAGE_TOKENS, blocks * -(-PAGE_TOKENS // blocks))
+
+
+def _operations(fast: bool) -> tuple[Ops, FakeQuantize, Softmax, FakeWeight]:
+    if not fast:
+        return reference_ops(), fake_quantize, PLAIN, fake_quantize_weight
+    # Numba takes half a second to import; plain training does without.
+    from rorqual.ops.fast import train_attend, train_codec, train_ops
+
+    train_ops.keep_freed_memory()
+    softmax = Softmax(train_attend.joint_softmax, train_attend.joint_softmax_backward)
+    return train_ops.training_ops(), train_codec.fake_quantize, softmax, train_codec.fake_quantize_weight

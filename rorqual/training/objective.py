@@ -1,0 +1,74 @@
+"""The losses of a micro-batch beside the draft's, from what the forward left in its hooks.
+
+Everything is a sum over rows or sequences divided by the totals of the whole step, so that any cut into micro-batches
+or processes adds up to the same loss and the same gradients (field case 59).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rorqual.training.batch import IGNORE, Packed
+from rorqual.training.kv import Choice, Routed
+from rorqual.training.learner import Totals
+from rorqual.training.recipe import LossRecipe
+
+# T rows, E experts, k experts a row, V vocabulary
+
+_SALT = 0x9E3779B97F4A7C15
+"""Spreads (seed, number) over the generator's state."""
+
+
+def keyed_generator(seed: int, number: int, what: int = 0) -> torch.Generator:
+    """The generator of one packed sequence: the same whatever micro-batch or process it lands in."""
+    key = ((seed + 1) * _SALT + number * 0xBF58476D1CE4E5B9 + what * 0x94D049BB133111EB) % (1 << 63)
+    return torch.Generator().manual_seed(key)
+
+
+def draw(packed: Packed, loss: LossRecipe, replay: float, window: int, seed: int) -> list[Choice]:
+    """One choice a piece: rows for the indexer's loss, and with probability `replay` a decoder seam.
+
+    A seam lies where a CED prefill could have ended: its floor s is N - W for some prompt of N <= n tokens, N > W.
+    """
+    generator = keyed_generator(seed, packed.number)
+    choices = []
+    with_seam = bool(torch.rand((), generator=generator) < replay)
+    for start, end in packed.pieces():
+        n = end - start
+        count = min(n, round(loss.indexer_rows * n)) if loss.indexer else 0
+        count = max(count, 1) if loss.indexer and loss.indexer_rows else count
+        rows = torch.randperm(n, generator=generator)[:count].sort().values
+        latest = n - window
+        seam = int(torch.randint(1, latest + 1, (), generator=generator)) if with_seam and latest >= 1 else None
+        choices.append(Choice(index_rows=rows, row_weight=n / max(1, count), seam=seam))
+    return choices
+
+
+def next_token_loss(logits_TV: Tensor, targets_T: Tensor, totals: Totals) -> Tensor:
+    """Summed cross-entropy in nats over the targets that count, divided by the step's."""
+    return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum") / max(1, totals.tokens)
+
+
+def balance_loss(routing: Sequence[Routed], lengths: Sequence[int], totals: Totals) -> Tensor:
+    """The small sequence balance loss: sum over experts of f P for each sequence, averaged over layers and sequences.
+
+    f: the expert's share of the sequence's choices, times the number of experts (1 when even; no gradient).
+    P: mean over the sequence of the expert's normalised score.
+    """
+    total = torch.zeros(())
+    for routed in routing:
+        experts, slots = routed.scores_TE.shape[1], routed.index_Tk.shape[1]
+        share = routed.scores_TE / routed.scores_TE.sum(1, keepdim=True).clamp_min(1e-20)
+        for part, index in zip(share.split(list(lengths)), routed.index_Tk.split(list(lengths)), strict=True):
+            f = torch.bincount(index.flatten(), minlength=experts) * (experts / (slots * part.shape[0]))
+            total = total + (f * part.mean(0)).sum()
+    return total / max(1, len(routing)) / max(1, totals.sequences)
+
+
+def expert_loads(routing: Sequence[Routed]) -> dict[str, Tensor]:
+    """Rows sent to each expert of each layer, int64 [E]."""
+    return {r.name: torch.bincount(r.index_Tk.flatten(), minlength=r.scores_TE.shape[1]) for r in routing}
