@@ -1,19 +1,19 @@
 # Every target does its own set-up; on a fresh machine it takes Python >= 3.11, make and pip, nothing else.
-#   make demo                   the main job: generate from a checkpoint
+#   make demo                   the main job: the shipped model continues a passage
+#   make demo PROMPT='...'      or a text of your own
 #   make test                   set-up, then the gate (scripts/check)
 #   make demo TORCH_INDEX=URL   take torch from another index than pip's own (first set-up only)
 #   make test PYTHON=python3.12 another interpreter (first set-up only)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-PROMPT ?= The whale surfaced, and
+PROMPT ?=
 export PROMPT
 
 VENV := .venv
 RORQUAL := $(VENV)/bin/rorqual
 INSTALLED := $(VENV)/.installed
 WARM := $(VENV)/.warm
-DEMO := build/demo-model
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check bench serve setup warm clean
@@ -35,11 +35,8 @@ setup: $(INSTALLED)
 
 warm: $(WARM)
 
-$(DEMO)/config.json: | $(INSTALLED)
-	$(RORQUAL) init tiny $(DEMO) --seed 0
-
-demo: $(WARM) $(DEMO)/config.json
-	$(RORQUAL) generate --model $(DEMO) "$$PROMPT" --max-tokens 64 --stats
+demo: $(WARM)
+	$(RORQUAL) generate --max-tokens 160 --temperature 0.7 --seed 1 --stats -- $${PROMPT:+"$$PROMPT"}
 
 test: $(WARM)
 	bash scripts/check
@@ -53,8 +50,8 @@ check:
 
 bench: $(WARM)
 	$(RORQUAL) bench kernels
-	$(RORQUAL) bench model
-	$(RORQUAL) bench memory
+	$(RORQUAL) bench model --random mid
+	$(RORQUAL) bench memory --random real-pair
 
 serve:
 	@echo 'rorqual: the server arrives with a later release' >&2; exit 2

@@ -28,6 +28,7 @@ PAGE_TOKENS = 128
 """The default page."""
 TAIL_TENSORS = 2  # x Wkv and x Wgate, both fp32
 FP32_BYTES = 4
+BF16_BYTES = 2
 HISTORY_ID_BYTES = 8  # compressed token ids are int64
 MAX_DRAFT_ROWS = 4096
 MAX_PAGE_TOKENS = 1 << 20
@@ -97,6 +98,33 @@ def prefill_layer_tokens(encoder: int, decoder: int, window: int, tokens: int, p
     """
     _one_of("prefill", prefill, PREFILLS)
     return encoder * tokens + decoder * (min(tokens, window) if prefill == "ced" else tokens)
+
+
+def mha_bytes(layers: int, heads: int, head_dim: int) -> int:
+    """Bytes a token that multi-head attention caches in bf16: a key and a value of every head in every layer.
+
+    >>> mha_bytes(40, 64, 512)
+    5242880
+    """
+    return 2 * layers * heads * head_dim * BF16_BYTES
+
+
+def gqa_bytes(layers: int, heads: int, head_dim: int, kv_heads: int = 8) -> int:
+    """Bytes a token of grouped-query attention in bf16: `kv_heads` keys and values a layer, all heads if fewer.
+
+    >>> gqa_bytes(40, 64, 512), gqa_bytes(8, 4, 64) == mha_bytes(8, 4, 64)
+    (655360, True)
+    """
+    return mha_bytes(layers, min(kv_heads, heads), head_dim)
+
+
+def mla_bytes(layers: int, latent: int, rope: int) -> int:
+    """Bytes a token of multi-head latent attention in bf16: a latent and a rotary key a layer.
+
+    >>> mla_bytes(61, 512, 64)
+    70272
+    """
+    return layers * (latent + rope) * BF16_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The checkpoint that a benchmark runs on: one that the user names, or a random one that is gone afterwards."""
+"""The checkpoint that a benchmark runs on: the shipped one, another folder, or a random one that is gone afterwards."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from torch import Tensor
 from rorqual.checkpoint.names import expected_tensors
 from rorqual.checkpoint.parameters import active_parameters
 from rorqual.checkpoint.random import write_random
+from rorqual.checkpoint.shipped import shipped_model
 from rorqual.config import ModelConfig, presets
 from rorqual.errors import InputError
 
 
 @contextmanager
-def checkpoint(given: Path | None, preset: str) -> Iterator[Path]:
-    """`given`, or a folder with a random checkpoint of a preset (seed 0).
+def checkpoint(given: Path | None, random: str | None) -> Iterator[Path]:
+    """`given`; or a folder with a random checkpoint of the preset `random` (seed 0); or the shipped model.
 
     Raises:
-        InputError: `given` is not a folder.
+        InputError: `given` is not a folder. ConfigError: no such preset.
+        CheckpointError: neither is given, and this installation lacks the shipped model.
     """
     if given is not None:
         if not given.is_dir():
             raise InputError(f"model: {given} is not a folder; legal: a checkpoint folder")
         yield given
-        return
-    with TemporaryDirectory(prefix="rorqual-bench-") as parent:
-        folder = Path(parent) / preset
-        write_random(presets.load(preset), folder, seed=0)
-        yield folder
+    elif random is None:
+        yield shipped_model()
+    else:
+        config = presets.load(random)
+        with TemporaryDirectory(prefix="rorqual-bench-") as parent:
+            folder = Path(parent) / random
+            write_random(config, folder, seed=0)
+            yield folder
 
 
 def check_positions(config: ModelConfig, tokens: int, flag: str = "model") -> None:

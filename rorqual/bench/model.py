@@ -6,7 +6,7 @@ Both contestants load the same files, run the same ids, and take turns; each kee
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from rorqual.bench.report import Bar, TimeRow
 from rorqual.bench.roofline import Work
 from rorqual.bench.timing import Sample, elapsed, undisturbed
 from rorqual.checkpoint.parameters import active_parameters
+from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt, new_cache
 from rorqual.engine.sequence import Sequence as Running
 from rorqual.model.load import load
@@ -28,6 +29,8 @@ from rorqual.ops.dispatch import Progress
 
 REPEATS = 3
 KINDS = ("plain", "fast")
+BAR_PRESET = "mid"
+"""The checkpoint that the bars are set for: twelve layers, random. Others are measured and not judged."""
 DECODE_BAR, PREFILL_BAR, CED_BAR = Bar(at_least=3), Bar(at_least=2), Bar(at_most=0.58)
 
 NOTES = (
@@ -40,49 +43,51 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Tokens of one run of the model benchmark, and the preset it makes when no checkpoint is given."""
+    """Tokens of one run of the model benchmark."""
 
-    preset: str = "mid"
     context: int = 2048
     decoded: int = 24
     chunk: int = 512
     long: int = 8192
 
-    @property
-    def positions(self) -> int:
-        return max(self.context + self.decoded, self.long)
+    def within(self, positions: int) -> Lengths:
+        """The long prompt cut to what a model can hold."""
+        return replace(self, long=min(self.long, positions))
 
 
 FULL = Lengths()
-QUICK = Lengths(preset="tiny", context=24, decoded=2, chunk=12, long=40)
+QUICK = Lengths(context=24, decoded=2, chunk=12, long=40)
 
 
 def run_model(
     *,
     model: Path | None = None,
+    random: str | None = None,
     repeats: int = REPEATS,
     quick: bool = False,
     progress: Progress | None = None,
 ) -> list[TimeRow]:
-    """Rows of decode, prefill and ced/full.
+    """Rows of decode, prefill and ced/full: of a checkpoint, a random one of a preset, or the shipped model.
 
     Raises:
         InputError, CheckpointError, ConfigError: a checkpoint that cannot be loaded or has too few positions.
     """
     lengths, steps = (QUICK if quick else FULL), 3
     rows: list[TimeRow] = []
-    with checkpoint(model, lengths.preset) as folder:
+    with checkpoint(model, random) as folder:
         for done, part in enumerate(_parts(folder, lengths, repeats)):
-            rows += part
+            rows += part if random == BAR_PRESET else [replace(row, bar=None) for row in part]
             if progress is not None:
                 progress(done + 1, steps)
     return rows
 
 
 def _parts(folder: Path, lengths: Lengths, repeats: int) -> Iterator[list[TimeRow]]:
+    config = ModelConfig.from_json(folder)
+    check_positions(config, lengths.context + lengths.decoded)
+    lengths = lengths.within(config.max_position_embeddings)
     for numerics in MODES:
         models = {kind: load(folder, numerics=numerics, kernels=kind) for kind in KINDS}
-        check_positions(models["plain"].config, lengths.positions)
         yield twins(models, lengths, repeats)
     yield [ced_against_full(load(folder, kernels="fast"), lengths, repeats)]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rorqual.checkpoint.shipped import shipped_model
 from rorqual.cli.output import Cell, Facts, ProgressLine, bytes_text, print_facts, print_json, print_table
 from rorqual.errors import InputError
 
@@ -26,17 +27,20 @@ def command(
     repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes: shows that it runs, measures nothing.")] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder for model and memory; else a random preset.")
+        Path | None, typer.Option(help="Checkpoint folder for model and memory; else the shipped model.")
+    ] = None,
+    random: Annotated[
+        str | None, typer.Option(metavar="PRESET", help="A random checkpoint of this preset instead.")
     ] = None,
 ) -> None:
     """Measure on this machine: kernels and a model against their plain twins, or the memory a model keeps."""
-    check(what, repeats, model)
+    check(what, repeats, model, random)
 
     from rorqual.bench.report import check_out, write_document
 
     if out is not None:
         check_out(out)
-    document = measure(what, repeats, quick, model)
+    document = measure(what, repeats, quick, model, random)
     if out is not None:
         write_document(document, out)
     if as_json:
@@ -45,40 +49,51 @@ def command(
         show(document)
 
 
-def check(what: str, repeats: int | None, model: Path | None) -> None:
+def check(what: str, repeats: int | None, model: Path | None, random: str | None) -> None:
     """Refuse what cannot be measured, before anything heavy is imported."""
     if what not in KINDS:
         raise InputError(f"what: '{what}' cannot be measured; legal: {', '.join(KINDS)}")
     if repeats is not None and repeats < 1:
         raise InputError(f"repeats: {repeats} is not legal; legal: at least 1")
-    if model is not None and what == "kernels":
-        raise InputError("model: kernels are measured without a checkpoint; legal: with model and memory")
+    if what == "kernels":
+        for name, value in (("model", model), ("random", random)):
+            if value is not None:
+                raise InputError(f"{name}: kernels are measured without a checkpoint; legal: with model and memory")
+    elif model is None and random is None:
+        shipped_model()
+    if model is not None and random is not None:
+        raise InputError("random: a model is given too; legal: one of them")
 
 
-def spelled(what: str, repeats: int | None, quick: bool, model: Path | None) -> str:
+def spelled(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None = None) -> str:
     """The command line that measures the same, without paths of this machine."""
     words = ["rorqual", "bench", what]
     words += ["--repeats", str(repeats)] if repeats is not None else []
     words += ["--quick"] if quick else []
     words += ["--model", model.name] if model is not None else []
+    words += ["--random", random] if random is not None else []
     return shlex.join(words)
 
 
-def measure(what: str, repeats: int | None, quick: bool, model: Path | None) -> JsonRow:
+def measure(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
     from rorqual.bench import kernels, memory
     from rorqual.bench import model as models
     from rorqual.bench.report import Report
 
-    report = Report(what, spelled(what, repeats, quick, model), quick)
+    report = Report(what, spelled(what, repeats, quick, model, random), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
             found = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
             return report.document(found, kernels.NOTES)
         if what == "model":
-            found = models.run_model(model=model, repeats=repeats or models.REPEATS, quick=quick, progress=progress)
-            return report.document(found, models.NOTES)
-        peaks = memory.run_memory(model=model, repeats=repeats or memory.REPEATS, quick=quick, progress=progress)
+            times = models.run_model(
+                model=model, random=random, repeats=repeats or models.REPEATS, quick=quick, progress=progress
+            )
+            return report.document(times, models.NOTES)
+        peaks = memory.run_memory(
+            model=model, random=random, repeats=repeats or memory.REPEATS, quick=quick, progress=progress
+        )
         return report.document(peaks, memory.NOTES)
 
 

@@ -1,4 +1,4 @@
-"""`rorqual generate`: continue a prompt, streaming the text."""
+"""`rorqual generate`: continue a prompt, or answer it, streaming the text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rorqual.cli.output import Facts, print_facts
 from rorqual.errors import InputError
 
 if TYPE_CHECKING:
-    from rorqual.engine.generate import Generation
     from rorqual.model.transformer import Transformer
 
 
 def command(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, as `rorqual init` makes one.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - reads standard input; else a passage.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; else the shipped model.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask instead: the prompt is a user's turn.")] = False,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
@@ -32,42 +33,51 @@ def command(
     stats: Annotated[bool, typer.Option("--stats", help="Print rates and bytes at the end.")] = False,
 ) -> None:
     """Continue a prompt, streaming the text to standard output."""
+    from rorqual.checkpoint.shipped import passage
+    from rorqual.cli.generation import print_stats
     from rorqual.engine.generate import generate
     from rorqual.engine.sampler import SamplingParams
     from rorqual.model.load import load
 
-    if model is None:
-        raise InputError("model: none given; make one with `rorqual init tiny DIR`, then pass --model DIR")
-    if prompt == "-":
+    shown = ""
+    if chat and (prompt is None or image):
+        what, legal = ("prompt", "what the user says") if prompt is None else ("image", "text alone")
+        raise InputError(f"{what}: not legal with --chat; legal: {legal}")
+    if prompt is None:
+        prompt = passage()
+        shown = introduced(prompt)
+    elif prompt == "-":
         prompt = sys.stdin.read()
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     if chunk < 1:
         raise InputError(f"chunk: {chunk} is not legal; legal: at least 1")
     loaded = load(model, numerics=numerics, kernels=kernels)
+    given = asked(loaded, prompt) if chat else prompt
     result = generate(
-        loaded, prompt, max_tokens=max_tokens, sampling=sampling, prefill=prefill, chunk=chunk, images=image or ()
+        loaded, given, max_tokens=max_tokens, sampling=sampling, prefill=prefill, chunk=chunk, images=image or ()
     )
+    print(shown, end="", flush=True)
     for delta in result:
         print(delta, end="", flush=True)
     print()
     if stats:
-        print_facts("generation", describe(loaded, result))
+        print()
+        print_stats(result.stats, loaded.layout, prefill, loaded.backend.ops().name)
 
 
-def describe(model: Transformer, result: Generation) -> Facts:
-    """The table of `--stats`: rates of this run, bytes of the tensors it allocated, layer-tokens of its prefill."""
-    stats = result.stats
-    share = stats.layer_tokens / stats.layer_tokens_full
-    return {
-        "prompt_tokens": stats.prompt_tokens,
-        "prompt_tokens_a_second": stats.prefill_rate,
-        "new_tokens": stats.new_tokens,
-        "new_tokens_a_second": stats.decode_rate,
-        "finish_reason": stats.finish_reason,
-        "global_bytes_a_token": stats.bytes_per_token,
-        "window_bytes_a_sequence": stats.window_bytes,
-        "layer-tokens_of_the_prefill": stats.layer_tokens,
-        "layer-tokens_of_full_prefill": stats.layer_tokens_full,
-        "share_of_full": share,
-        "kernels": model.backend.ops().name,
-    }
+def introduced(text: str) -> str:
+    """What the continuation follows: the end of a long prompt that the user has not seen."""
+    end = text[text.rfind(" ", 0, len(text) - 160) + 1 :]
+    return f"(after a passage of {len(text):,} characters: ... {end})\n\n"
+
+
+def asked(model: Transformer, text: str) -> list[int]:
+    """Ids of a conversation whose only turn is the user's, the reply opened: the chat encoding, thinking off."""
+    from rorqual.engine.generate import checked_tokenizer
+    from rorqual.training.data.chat import chat_ids
+    from rorqual.training.data.documents import Turn
+
+    tokenizer = checked_tokenizer(model, text)
+    if not text.strip():
+        raise InputError("prompt: empty; give at least one character")
+    return chat_ids(tokenizer, [Turn("user", text)], reply=True)

@@ -12,9 +12,9 @@ from rorqual.errors import InputError
 
 
 def command(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
     ids: Annotated[Path, typer.Option(help="Prompt ids: JSON list, .npy or .safetensors.")],
     out: Annotated[Path, typer.Option(help="File to write, .safetensors.")],
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; else the shipped model.")] = None,
     forced: Annotated[Path | None, typer.Option(help="Ids to feed after the prompt, one a step.")] = None,
     prefill: Annotated[str, typer.Option(help="full or ced.")] = "full",
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,

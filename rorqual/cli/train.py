@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +23,17 @@ def command(
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Tokenizer and shards, to share; default OUT/data.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes on this machine, the cores shared out among them.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files too.")] = False,
     export: Annotated[bool, typer.Option(help="Write the model to OUT/model at the end.")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="Export BF16 weights instead of the recipe's.")] = False,
 ) -> None:
     """Train a small model on text. Ctrl-C saves; --resume goes on as if nothing had happened."""
+    from rorqual.training.launch import inside_a_group, run_processes
+
+    if processes != 1 and not inside_a_group():
+        raise typer.Exit(run_processes(sys.argv[1:], processes))
     from rorqual.training.run import summary, train
 
     asked: dict[str, Any] = {

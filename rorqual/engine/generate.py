@@ -22,17 +22,28 @@ from rorqual.model.vision.image import ImageInput, image_token_ids
 
 @dataclass(slots=True)
 class Stats:
-    """What a generation cost. Seconds are wall clock; bytes are measured on the allocated tensors."""
+    """What a generation cost. Seconds are wall clock; bytes are measured on the allocated tensors.
+
+    page_bytes: the pages of global KV, which hold `capacity` tokens. sequence_bytes: all that does not grow with
+    tokens, of which window_bytes are the backbone's rings.
+    """
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    bytes_per_token: float = 0.0
+    capacity: int = 0
+    page_bytes: int = 0
+    sequence_bytes: int = 0
     window_bytes: int = 0
     layer_tokens: int = 0
     layer_tokens_full: int = 0
     finish_reason: str = ""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Global KV of one token, from the bytes of the pages."""
+        return self.page_bytes / max(1, self.capacity)
 
     @property
     def prefill_rate(self) -> float:
@@ -55,22 +66,28 @@ class Generation:
         return self.deltas
 
 
-def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
-    """Token ids of a text: bos, one span per image, then the text.
-
-    Raises:
-        InputError: no tokenizer, or an empty prompt.
-    """
+def checked_tokenizer(model: Transformer, prompt: str) -> Tokenizer:
+    """The model's tokenizer. Raises InputError when there is none, or for a text that it cannot take."""
     if model.tokenizer is None:
         raise InputError("prompt: this checkpoint has no tokenizer.json; give token ids instead of text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise InputError("prompt: not valid UTF-8 text") from error
+    return model.tokenizer
+
+
+def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
+    """Token ids of a text: bos, one span per image, then the text.
+
+    Raises:
+        InputError: no tokenizer, or an empty prompt.
+    """
+    tokenizer = checked_tokenizer(model, prompt)
     if not prompt and not images:
         raise InputError("prompt: empty; give at least one character")
     config = model.config
-    text = model.tokenizer.encode(prompt, add_special_tokens=False).ids
+    text = tokenizer.encode(prompt, add_special_tokens=False).ids
     spans = [image_token_ids(i.grid, config.image_token_id) for i in images]
     return torch.cat((torch.tensor([config.bos_token_id]), *spans, torch.tensor(text, dtype=torch.int64)))
 
@@ -124,7 +141,8 @@ def _stream(
     stats.layer_tokens = sequence.layer_tokens
     stats.layer_tokens_full = len(ids) * model.config.num_hidden_layers
     stats.window_bytes = sequence.cache.slots.rings.nbytes
-    stats.bytes_per_token = sequence.cache.pages.nbytes / sequence.capacity
+    stats.sequence_bytes = sequence.cache.slots.nbytes
+    stats.page_bytes, stats.capacity = sequence.cache.pages.nbytes, sequence.capacity
     start = time.perf_counter()
     stats.finish_reason = "length"
     for n in range(budget):

@@ -19,14 +19,15 @@ from rorqual.model.rows import Rows, Segment
 from rorqual.model.run import Carry
 from rorqual.model.tap import Tap
 from rorqual.ops.dispatch import Ops
-from rorqual.training.attend import Softmax, attend
+from rorqual.ops.precision import products
+from rorqual.training.attend import Masks, Softmax, attend
 from rorqual.training.indexing import block_pool, index_kl, index_scores, select, teacher
 from rorqual.training.learner import Phase
 
 # n rows of a piece, T rows of the micro-batch, H heads, C head dim, I index heads, D index dim, G groups, E experts
 
 ROW_TILE = 256
-"""Query rows of a piece that meet its groups at once: bounds what a long piece holds."""
+"""Query rows of a piece that are scored at once."""
 
 FakeQuantize = Callable[[Tensor, NumberFormat], Tensor]
 
@@ -79,7 +80,7 @@ class LearningKV:
     _banned: dict[int, Tensor] = field(default_factory=dict)
     _pool: dict[int, Tensor] = field(default_factory=dict)
     _asked: dict[int, Asked] = field(default_factory=dict)
-    _bands: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict)
+    _bands: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
     _layer: int = -1
 
     # The store
@@ -112,25 +113,15 @@ class LearningKV:
         topk_nK: Tensor | None,
         sink_H: Tensor,
     ) -> Tensor:
-        keys, size = window[0], self.config.sliding_window
-        rows, slot = q_nHC.shape[0], seg.slot
+        keys, slot, rows = window[0], seg.slot, q_nHC.shape[0]
         ratio = self.config.roles[source].ratio if source is not None else 0
         groups = rows // ratio if ratio else 0
-        if slot in self._asked and groups:
-            self._teach(slot, q_nHC, keys, groups, ratio, sink_H)
-        short = -rows % size
-        q = torch.nn.functional.pad(q_nHC, (0, 0, 0, 0, 0, short))
-        padded = torch.nn.functional.pad(keys, (0, 0, size, short))
-        tile = -(-ROW_TILE // size) * size
-        out = []
-        for a in range(0, rows, tile):
-            b = min(a + tile, rows + short)
-            seen = min(b, rows) // ratio if ratio else 0
-            main = self._main[slot][:seen] if seen else keys[:0]
-            banned = self._banned_groups(slot, a, b, rows, seen)
-            band, scale = self._band(slot, a, b), self.config.head_dim**-0.5
-            out.append(attend(q[a:b], padded[a : b + size], band, main, banned, sink_H, scale, self.softmax))
-        return (torch.cat(out) if len(out) > 1 else out[0])[:rows]
+        if groups and slot in self._asked:
+            with products("highest"):  # as in `attend`: no two pieces have the same shapes
+                self._teach(slot, q_nHC, keys, groups, ratio, sink_H)
+        main = self._main[slot] if groups else keys[:0]
+        masks = self._masks(slot, rows, groups, ratio)
+        return attend(q_nHC, keys, main, masks, sink_H, self.config.head_dim**-0.5, self.softmax)
 
     # The hooks
 
@@ -146,7 +137,7 @@ class LearningKV:
             hidden = torch.arange(groups) >= visible[:, None]
             self._banned[seg.slot] = hidden
             if self.phase.sparse:
-                with torch.no_grad():
+                with torch.no_grad(), products("highest"):
                     q, w = q_TID[seg.rows], w_TI[seg.rows]
                     self._banned[seg.slot] = ~self._chosen(role, seg.slot, q, w, hidden, visible)
         # Attention takes the selection from here, as masks.
@@ -189,22 +180,19 @@ class LearningKV:
             scores.masked_fill_(~self._pool[slot], -torch.inf)
         return select(scores, c.index_topk, self.ops)
 
-    def _banned_groups(self, slot: int, a: int, b: int, rows: int, seen: int) -> Tensor:
-        """Bool [b - a, seen]; rows beyond the piece's end see nothing."""
-        if not seen:
-            return torch.empty(b - a, 0, dtype=torch.bool)
-        banned = self._banned[slot][a : min(b, rows), :seen]
-        return torch.nn.functional.pad(banned, (0, 0, 0, b - min(b, rows)), value=True)
-
-    def _band(self, slot: int, a: int, b: int) -> Tensor:
-        """Bool [b - a, 2 W]: true where a row must not see a key of its block of W and of the block before."""
+    def _masks(self, slot: int, rows: int, groups: int, ratio: int) -> Masks:
+        """Window and groups of a piece's rows in the layer at hand; kept until the next selection."""
         decoder = self._layer >= self.config.decoder_start
-        if (slot, a, decoder) not in self._bands:
-            size = self.config.sliding_window
-            row = torch.arange(a, b).view(-1, size, 1)
+        size = self.config.sliding_window
+        filled = -(-rows // size) * size
+        if (slot, decoder) not in self._bands:
+            row = torch.arange(filled).view(-1, size, 1)
             key = row[:, :1] - size + torch.arange(2 * size)
-            self._bands[slot, a, decoder] = ~self._sees(slot, row, key, decoder).flatten(0, 1)
-        return self._bands[slot, a, decoder]
+            self._bands[slot, decoder] = ~self._sees(slot, row, key, decoder).flatten(0, 1)
+        banned = torch.empty(filled, 0, dtype=torch.bool)
+        if groups:
+            banned = torch.nn.functional.pad(self._banned[slot], (0, 0, 0, filled - rows), value=True)
+        return Masks(self._bands[slot, decoder], banned, ratio)
 
     def _sees(self, slot: int, row: Tensor, key: Tensor, decoder: bool) -> Tensor:
         """Whether the query at position `row` sees the window key at position `key`."""

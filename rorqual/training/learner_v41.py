@@ -120,8 +120,8 @@ class V41Learner:
         """The router's bias without an auxiliary loss: down by `bias_rate` for a busy expert, up for an idle one."""
         with torch.no_grad():
             for name, load in loads.items():
-                mean = load.float().mean()
-                self.parameters[f"{name}.ffn.gate.bias"].add_((mean - load.float()).sign(), alpha=self.weights.bias_rate)
+                bias, loaded = self.parameters[f"{name}.ffn.gate.bias"], load.float()
+                bias.add_((loaded.mean() - loaded).sign(), alpha=self.weights.bias_rate)
 
     @torch.no_grad()
     def token_losses(self, batch: Sequence[Packed], phase: Phase) -> list[Tensor]:

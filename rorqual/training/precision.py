@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rorqual.ops.precision import products
+
 
 def gains_by_bf16(device: torch.device) -> bool:
     """Whether products of this device are faster in bf16 than in fp32."""
@@ -36,9 +38,5 @@ def reduced_products(device: torch.device, setting: str) -> Iterator[None]:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
+    with products("medium"):
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from rorqual.bench import kernels, model, report
-from rorqual.bench.checkpoints import check_positions, prefill_flops, random_ids
+from rorqual.bench.checkpoints import check_positions, checkpoint, prefill_flops, random_ids
 from rorqual.bench.roofline import Roofline
+from rorqual.checkpoint import shipped
 from rorqual.checkpoint.parameters import active_parameters
 from rorqual.cli import main
 from rorqual.cli.bench import spelled
 from rorqual.config import presets
-from rorqual.errors import InputError
+from rorqual.errors import CheckpointError, InputError
 
 Capture = pytest.CaptureFixture[str]
 
@@ -48,6 +49,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "Missing argument"),
         (["kernels", "--repeats", "0"], "repeats: 0 is not legal; legal: at least 1"),
         (["kernels", "--model", "somewhere"], "model: kernels are measured without a checkpoint"),
+        (["kernels", "--random", "tiny"], "random: kernels are measured without a checkpoint"),
+        (["model", "--random", "tiny", "--model", "x"], "random: a model is given too"),
+        (["model", "--random", "teeny", "--quick"], "preset must be one of v4.1-flash, tiny"),
         (["model", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),
         (["memory", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),
         (["kernels", "--out", "no-such-folder/out.json"], "out: the folder no-such-folder does not exist"),
@@ -98,6 +102,25 @@ def test_a_file_is_replaced_whole_or_left_alone(tmp_path: Path) -> None:
 def test_the_command_names_no_path_of_this_machine() -> None:
     said = spelled("model", 5, True, Path("/home/someone/a model"))
     assert said == "rorqual bench model --repeats 5 --quick --model 'a model'"
+    assert spelled("memory", None, False, None, "real-pair") == "rorqual bench memory --random real-pair"
+
+
+def test_without_a_name_the_shipped_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    with (
+        pytest.raises(CheckpointError, match=r"lacks config\.json, tokenizer\.json, model\.safetensors"),
+        checkpoint(None, None),
+    ):
+        pass
+    for name in shipped.FILES:
+        (tmp_path / name).touch()
+    with checkpoint(None, None) as folder:
+        assert folder == tmp_path
+
+
+def test_a_long_prompt_is_cut_to_the_model() -> None:
+    assert model.FULL.within(4096) == model.Lengths(long=4096)
+    assert model.FULL.within(1 << 20) == model.FULL
 
 
 def test_too_few_positions_are_named() -> None:

@@ -21,7 +21,8 @@ Document = dict[str, Any]
 
 
 def run(out: Path, what: str, repeats: int = 1) -> Document:
-    assert main(["bench", what, "--quick", "--repeats", str(repeats), "--out", str(out)]) == 0
+    random = [] if what == "kernels" else ["--random", "tiny"]
+    assert main(["bench", what, "--quick", "--repeats", str(repeats), "--out", str(out), *random]) == 0
     document: Document = json.loads(out.read_text(encoding="utf-8"))
     return document
 
@@ -46,7 +47,8 @@ def numbers(value: object) -> Iterator[float]:
 
 def check_header(document: Document, what: str, repeats: int = 1) -> None:
     assert document["what"] == what and document["quick"] is True
-    assert document["command"] == f"rorqual bench {what} --repeats {repeats} --quick"
+    random = "" if what == "kernels" else " --random tiny"
+    assert document["command"] == f"rorqual bench {what} --repeats {repeats} --quick{random}"
     assert document["commit"] and document["date"].endswith("+00:00")
     assert {"cpu", "cores", "features", "path", "memory_bytes", "others_cpu_share"} <= document["machine"].keys()
     assert document["roofline"]["read_bytes_per_s"] > 0 and document["roofline"]["gemm_flops_per_s"] > 0

@@ -10,7 +10,6 @@ T rows, K inputs and outputs, I expert width, k slots a row, P = T k pairs, J ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -107,7 +106,11 @@ def _activate_backward(
 def _gather(x_TK: Any, row_P: Any, blocks: Any, out_PK: Any) -> None:
     for block in prange(blocks):
         for p in range(block * ROWS, min(block * ROWS + ROWS, row_P.shape[0])):
-            x_K, out_K = x_TK[row_P[p]], out_PK[p]
+            out_K, row = out_PK[p], row_P[p]
+            if row < 0:
+                out_K[:] = 0
+                continue
+            x_K = x_TK[row]
             for i in range(x_K.shape[0]):
                 out_K[i] = x_K[i]
 
@@ -125,14 +128,18 @@ def _combine(y_PK: Any, pair_Tk: Any, blocks: Any, out_TK: Any) -> None:
                     out_K[i] += y_K[i]
 
 
-class _Route(NamedTuple):
-    """Pairs in the order of their experts, within one by row."""
+TILED_ROWS = 64
+"""Where products go through bf16 tiles, an expert's pairs are filled up to a multiple of this: oneDNN makes code for
+every new shape, which costs more than the product."""
 
-    pair_P: Any
-    """int64: place of a pair in the flattened [T, k], by its place in the order."""
-    place_Tk: Any
-    """int64: the inverse."""
+
+class _Route(NamedTuple):
+    """Pairs in the order of their experts, within one by row; an expert's may be filled up with pairs of no row."""
+
     row_P: Any
+    """int64: row of each pair, -1 for none."""
+    place_Tk: Any
+    """int64: where the pair of (row, slot) stands."""
     bounds: list[tuple[int, int, int]]
     """(expert, first, last) of every expert that has pairs."""
 
@@ -142,12 +149,19 @@ def _route(expert_index_Tk: Tensor, experts: int) -> _Route:
     flat_P = index_Tk.reshape(-1)
     assert not flat_P.size or (flat_P.min() >= 0 and flat_P.max() < experts), "expert indices are out of range"
     # Of 16-bit numbers numpy's stable sort is a radix sort.
-    pair_P = np.argsort(flat_P.astype(np.uint16) if experts <= 1 << 16 else flat_P, kind="stable")
-    place_P = np.empty_like(pair_P)
-    place_P[pair_P] = np.arange(pair_P.size)
-    ends = [0, *np.bincount(flat_P, minlength=experts).cumsum().tolist()]
-    bounds = [(j, first, last) for j, (first, last) in enumerate(pairwise(ends)) if last > first]
-    return _Route(pair_P, place_P.reshape(index_Tk.shape), pair_P // max(1, index_Tk.shape[1]), bounds)
+    order_P = np.argsort(flat_P.astype(np.uint16) if experts <= 1 << 16 else flat_P, kind="stable")
+    counts_J = np.bincount(flat_P, minlength=experts)
+    multiple = TILED_ROWS if torch.get_float32_matmul_precision() != "highest" else 1
+    room_J = -(-counts_J // multiple) * multiple
+    ends_J = room_J.cumsum()
+    shift_J = (ends_J - room_J) - (counts_J.cumsum() - counts_J)
+    to_P = np.arange(order_P.size) + shift_J[flat_P[order_P]]
+    row_P = np.full(int(ends_J[-1]) if experts else 0, -1, np.int64)
+    row_P[to_P] = order_P // max(1, index_Tk.shape[1])
+    place_P = np.empty_like(order_P)
+    place_P[order_P] = to_P
+    bounds = [(j, int(ends_J[j] - room_J[j]), int(ends_J[j])) for j in np.flatnonzero(counts_J).tolist()]
+    return _Route(row_P, place_P.reshape(index_Tk.shape), bounds)
 
 
 def _rows_by_pair(x_TK: Tensor, route: _Route) -> Tensor:
@@ -179,7 +193,8 @@ class _Experts(torch.autograd.Function):
         both_PJ, hidden_PI = torch.empty(pairs, 2 * width), torch.empty(pairs, width)
         for j, first, last in route.bounds:
             torch.mm(x_PK[first:last], torch.cat((w1[j], w3[j])).t(), out=both_PJ[first:last])
-        weight_P = fp32(routing_weight_Tk).reshape(-1)[route.pair_P]
+        weight_P = np.zeros(pairs, np.float32)
+        weight_P[route.place_Tk] = fp32(routing_weight_Tk)
         blocks = blocks_of(pairs)
         _activate(both_PJ.numpy(), weight_P, _F32(limit or np.inf), blocks, hidden_PI.numpy(), tasks=blocks)
         y_PK = x_PK if w2[0].shape[0] == x_PK.shape[1] else torch.empty(pairs, w2[0].shape[0])

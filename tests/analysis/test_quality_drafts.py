@@ -1,0 +1,119 @@
+"""`rorqual.analysis.drafts`: speculation changes how fast a text comes, never the text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rorqual.analysis.drafts import Tally, follow, plain_greedy, speculate
+from rorqual.engine.draft import propose
+from rorqual.errors import InputError
+from rorqual.model.load import load
+from rorqual.model.transformer import Transformer
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+PROMPT = 21
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return load(GOLDENS / "fp32-dspark", page_tokens=16, kernels="fast")
+
+
+def prompt_ids(count: int = PROMPT, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 500, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("prefill", "budget"), [("ced", 1), ("ced", 14), ("full", 8)])
+def test_speculation_gives_the_text_of_plain_decoding(model: Transformer, prefill: str, budget: int) -> None:
+    plain = plain_greedy(model, prompt_ids(), budget, prefill=prefill)
+    found = speculate(model, prompt_ids(), budget, prefill=prefill, chunk=8)
+    assert found.ids == plain and len(plain) == budget
+    assert found.tally.verifications <= budget - 1 or budget == 1
+
+
+def clairvoyant(monkeypatch: pytest.MonkeyPatch, coming: list[int], right: int) -> None:
+    """A draft that knows the text, and is wrong from its draft `right` on."""
+
+    def know(sequences, following, choose, tap=None):  # type: ignore[no-untyped-def]
+        made = propose(sequences, following, choose, tap)
+        at = sequences[0].length - PROMPT + 1
+        block = made.ids_Bg.shape[1]
+        told = (coming[at:] + [0] * block)[:block]
+        ids = [token if i < right else (token + 1) % 500 for i, token in enumerate(told)]
+        return replace(made, ids_Bg=torch.tensor([ids], dtype=torch.int64))
+
+    monkeypatch.setattr("rorqual.analysis.drafts.propose", know)
+
+
+@pytest.mark.parametrize("right", [0, 3, 5])
+def test_acceptance_counts_what_was_kept(model: Transformer, monkeypatch: pytest.MonkeyPatch, right: int) -> None:
+    plain = plain_greedy(model, prompt_ids(seed=1), 19)
+    clairvoyant(monkeypatch, plain, right)
+    found = speculate(model, prompt_ids(seed=1), 13)
+    assert found.ids == plain[:13]
+    tally = found.tally
+    # The first token comes from the prompt; each verification yields its drafts and the bonus.
+    assert tally.verifications == -(-12 // (right + 1)) and tally.tokens_a_verification == right + 1
+    assert tally.by_position == tally.conditional[:right] + [0.0] * (5 - right)
+    assert tally.by_position == [1.0] * right + [0.0] * (5 - right)
+
+
+def test_nothing_is_said_after_the_end(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_greedy(model, prompt_ids(seed=2), 16)
+    end = next(i for i in range(8, 16) if plain[i] not in plain[:i])
+    monkeypatch.setattr("rorqual.analysis.drafts.propose", propose)
+    object.__setattr__(model, "config", model.config.replace(eos_token_id=plain[end]))
+    try:
+        assert plain_greedy(model, prompt_ids(seed=2), 16) == plain[: end + 1]
+        assert speculate(model, prompt_ids(seed=2), 16).ids == plain[: end + 1]
+        clairvoyant(monkeypatch, plain, 5)
+        found = speculate(model, prompt_ids(seed=2), 16)
+    finally:
+        object.__setattr__(model, "config", model.config.replace(eos_token_id=1))
+    assert found.ids == plain[: end + 1]
+    whole, rest = divmod(end, 6)
+    assert found.tally.verifications == whole + (rest > 0)
+    assert sum(found.tally.accepted) == 5 * whole + rest
+
+
+def test_following_its_own_text_accepts_what_speculation_would(model: Transformer) -> None:
+    """On the model's own greedy text both ways ask the same question after the first token."""
+    prompt = prompt_ids(seed=3)
+    plain = plain_greedy(model, prompt, 8)
+    tally = follow(model, prompt, torch.tensor(plain[:1]))
+    found = speculate(model, prompt, 2)
+    assert tally.verifications == found.tally.verifications == 1 and tally.accepted == found.tally.accepted
+    given = follow(model, prompt, prompt_ids(10, seed=4), chunk=7)
+    assert given.verifications == 10 and given.accepted == sorted(given.accepted, reverse=True)
+
+
+def test_following_leaves_no_trace_of_rejected_drafts(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, text = prompt_ids(seed=5), prompt_ids(6, seed=6)
+    expected = follow(model, prompt, text)
+    clairvoyant(monkeypatch, [], 0)
+    assert follow(model, prompt, text).accepted == [0] * 5
+    monkeypatch.undo()
+    assert follow(model, prompt, text) == expected
+
+
+def test_tallies_add_up() -> None:
+    tally = Tally()
+    assert tally.tokens_a_verification == 1 and tally.by_position == []
+    tally.add(2, 3)
+    tally.add(0, 3)
+    tally.merge(2, [2, 2, 2])
+    assert tally.verifications == 4 and tally.accepted == [3, 3, 2]
+    assert tally.tokens_a_verification == 3.0
+    assert tally.conditional == pytest.approx([3 / 4, 1.0, 2 / 3])
+
+
+def test_what_cannot_be_drafted_is_refused(model: Transformer) -> None:
+    with pytest.raises(InputError, match="it has no draft layers"):
+        speculate(load(GOLDENS / "fp32-text", page_tokens=16, kernels="plain"), prompt_ids(), 4)
+    limit = model.config.max_position_embeddings
+    with pytest.raises(InputError, match=f"positions with the drafts do not fit the model's {limit}"):
+        speculate(model, prompt_ids(limit - 8), 4)

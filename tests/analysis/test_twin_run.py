@@ -1,0 +1,62 @@
+"""The twin goes through the model's own training, and comes back from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from rorqual.analysis.dense_twin import DenseTwin, twin_config
+from rorqual.analysis.twin_run import load_twin, train_twin
+from rorqual.config import presets
+from rorqual.errors import InputError
+from rorqual.training.batch import Packed
+from rorqual.training.fit import fit_config
+from rorqual.training.learner import Phase
+from rorqual.training.metrics import METRICS, read_metrics
+from rorqual.training.progress import Reporter
+from rorqual.training.recipe import DataRecipe, OptimRecipe, Recipe, RunRecipe
+
+TEXT = "A whale surfaced, breathed, and dived again; the sea closed over it. " * 30
+RECIPE = Recipe(
+    name="small",
+    model=presets.load("tiny").without("vision"),
+    data=DataRecipe(vocab_size=300, seq_len=64, batch_tokens=128, micro_tokens=128, heldout=("held*",)),
+    optim=OptimRecipe(warmup=0.2),
+    run=RunRecipe(steps=12, eval_every=12, eval_sequences=2, sample_every=0, save_every=12),
+)
+
+
+def test_train_and_load(tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    texts.mkdir()
+    for name in ("one", "two", "held"):
+        (texts / f"{name}.txt").write_text(f"{name}: {TEXT}", encoding="utf-8")
+    trained = train_twin(RECIPE, [texts], out, reporter=Reporter(silent=True))
+    assert trained.ended.step == 12
+    assert trained.model is None, "only the V4.1 model is exported"
+    steps = [row for row in read_metrics(out / METRICS) if row["kind"] == "step"]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+
+    checkpoint = next((out / "checkpoints").iterdir())
+    config = fit_config(RECIPE.model, Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+    twin = load_twin(out, config)
+    assert twin.config == twin_config(config)
+    ids = torch.arange(20) + 30
+    assert not twin.next_logits(ids).equal(DenseTwin.fresh(config, RECIPE.run.seed).next_logits(ids))
+
+    with pytest.raises(InputError, match="not the dense twin of this model"):
+        load_twin(out, config.replace(vocab_size=301))
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        load_twin(texts, config)
+
+
+def test_phases_change_nothing() -> None:
+    twin = DenseTwin.fresh(RECIPE.model, 0)
+    ids = torch.arange(12)
+    batch = [Packed(ids=ids[:-1], targets=ids[1:], starts=(0,), number=0)]
+    one = twin.token_losses(batch, Phase())
+    other = twin.token_losses(batch, Phase(quantise_caches=False, quantise_weights=True, sparse=False, replay=1.0))
+    assert one[0].equal(other[0])
