@@ -83,7 +83,7 @@ def test_real_pair_has_the_release_widths() -> None:
 
 
 def test_unknown_preset() -> None:
-    with pytest.raises(ConfigError, match=r"^preset must be one of v4\.1-flash, tiny, mid, real-pair; got 'big'"):
+    with pytest.raises(ConfigError, match=r"^preset must be one of v4\.1-flash, tiny, mid, demo, real-pair; got 'big'"):
         presets.load("big")
     with pytest.raises(ConfigError, match=r"^preset"):
         presets.file("tiny", inference=True)
