@@ -83,8 +83,6 @@ class LearningKV:
     _bands: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
     _layer: int = -1
 
-    # The store
-
     def window(self, layer: int, seg: Segment, kv_nC: Tensor, tap: Tap) -> tuple[Tensor, int]:
         self._layer = layer
         return self._rounded(kv_nC, self.config.cache.window), 0
@@ -123,8 +121,6 @@ class LearningKV:
         masks = self._masks(slot, rows, groups, ratio)
         return attend(q_nHC, keys, main, masks, sink_H, self.config.head_dim**-0.5, self.softmax)
 
-    # The hooks
-
     def select(self, role: LayerRole, q_TID: Tensor, w_TI: Tensor, rows: Rows, carry: Carry) -> Tensor:
         if torch.is_grad_enabled():
             self._ask(q_TID, w_TI, rows)
@@ -145,8 +141,6 @@ class LearningKV:
 
     def routed(self, name: str, scores_TE: Tensor, index_Tk: Tensor, rows: Rows) -> None:
         self.routing.append(Routed(name, scores_TE, index_Tk))
-
-    # Inside
 
     def _ask(self, q_TID: Tensor, w_TI: Tensor, rows: Rows) -> None:
         """Keep the queries of the drawn rows, all pieces in one gather."""
