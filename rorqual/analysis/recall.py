@@ -41,9 +41,9 @@ BATCH = 8
 SPARSE_FROM = 0.5
 """Fraction of the steps after which only the Top-K is read; the indexer learns from the start."""
 OPTIM = OptimRecipe(
-    lr=0.02, lr_adam=0.03, lr_table=0.05, momentum=0.9, weight_decay=0.0, warmup=0.1, decay_from=0.6, lr_end=0.05
+    lr=0.03, lr_adam=0.03, lr_table=0.05, momentum=0.5, weight_decay=0.0, warmup=0.1, decay_from=0.6, lr_end=0.05
 )
-"""Ten times what a language model takes: nothing here is worth remembering for more than a few steps."""
+"""Found by trial. Momentum is what matters: at 0.9 the same task takes twice the steps and more luck with the seed."""
 
 _TRAINING, _HELD_OUT = 0, 1
 """What a text is drawn for: the two never share a generator."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rorqual.ops.precision import products
-
 # n rows, N rows filled up to a multiple of W, B blocks of W rows, H heads, R = N H, C head dim, J = 2 W, G groups
 
 
@@ -42,6 +40,9 @@ class Masks(NamedTuple):
 
 ROW_TILE = 256
 """Rows that meet their groups at once: a later tile sees more groups than an earlier one."""
+GROUP_TILE = 64
+"""Groups are taken in multiples of it. Pieces have many lengths, and where products go through bf16 tiles oneDNN makes
+code for every new shape, which costs more than the product."""
 
 
 def attend(
@@ -63,19 +64,15 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
-    # The shapes differ from piece to piece, and bf16 tiles would have code made for each of them: fp32 products.
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, keys: Tensor, groups: Tensor, sink: Tensor, masks: Masks, scale: float, softmax: Softmax
     ) -> Tensor:
-        with products("highest"):
-            return _forward(ctx, q, keys, groups, sink, masks, scale, softmax)
+        return _forward(ctx, q, keys, groups, sink, masks, scale, softmax)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        with products("highest"):
-            return _backward(ctx, grad_outputs[0])
+        return _backward(ctx, grad_outputs[0])
 
 
 def _forward(
@@ -85,6 +82,8 @@ def _forward(
     filled, doubled = masks.window_NJ.shape
     size = doubled // 2
     blocks = filled // size
+    count = len(groups)
+    groups, banned_groups = _filled_groups(groups, masks.groups_NG)
     scaled = pad(q.reshape(n, heads * width) * scale, (0, 0, 0, filled - n)).view(filled * heads, width)
     near_keys = _blocks(keys, size, filled)
     near = torch.bmm(scaled.view(blocks, size * heads, width), near_keys.transpose(1, 2)).view(-1, doubled)
@@ -93,20 +92,20 @@ def _forward(
     for rows, seen in _tiles(filled, size, len(groups), masks.ratio):
         part = slice(rows.start * heads, rows.stop * heads)
         far.append(torch.mm(scaled[part], groups[:seen].T))
-        banned = masks.window_NJ[rows], masks.groups_NG[rows, :seen]
+        banned = masks.window_NJ[rows], banned_groups[rows, :seen]
         sunk[part] = softmax.forward(near[part], banned[0], far[-1], banned[1], sink)
     out = torch.bmm(near.view(blocks, size * heads, doubled), near_keys).view(-1, width)
     for tile, (rows, seen) in zip(far, _tiles(filled, size, len(groups), masks.ratio), strict=True):
         if seen:
             out[rows.start * heads : rows.stop * heads].addmm_(tile, groups[:seen])
     ctx.save_for_backward(scaled, keys, groups, near, sunk, out, *far)
-    ctx.constants = (n, heads, size, masks.ratio, scale, softmax)
+    ctx.constants = (n, count, heads, size, masks.ratio, scale, softmax)
     return out.view(filled, heads, width)[:n]
 
 
 def _backward(ctx: Any, grad_nHC: Tensor) -> tuple[Tensor | None, ...]:
     scaled, keys, groups, near, sunk, out, *far = ctx.saved_tensors
-    n, heads, size, ratio, scale, softmax = ctx.constants
+    n, count, heads, size, ratio, scale, softmax = ctx.constants
     width, filled = keys.shape[1], len(scaled) // heads
     blocks = filled // size
     grad = pad(grad_nHC.reshape(n, heads * width), (0, 0, 0, filled - n)).view(-1, width)
@@ -133,7 +132,7 @@ def _backward(ctx: Any, grad_nHC: Tensor) -> tuple[Tensor | None, ...]:
     d_keys = d_near_keys[:, size:].reshape(filled, width)
     d_keys[: filled - size] += d_near_keys[1:, :size].reshape(-1, width)
     d_sink = -(sunk * mean).view(filled, heads).sum(0)
-    return d_q.mul_(scale).view(filled, heads, width)[:n], d_keys[:n], d_groups, d_sink, None, None, None
+    return d_q.mul_(scale).view(filled, heads, width)[:n], d_keys[:n], d_groups[:count], d_sink, None, None, None
 
 
 def _tiles(filled: int, size: int, groups: int, ratio: int) -> Iterator[tuple[slice, int]]:
@@ -141,7 +140,13 @@ def _tiles(filled: int, size: int, groups: int, ratio: int) -> Iterator[tuple[sl
     step = -(-ROW_TILE // size) * size if groups else filled
     for first in range(0, filled, step):
         end = min(first + step, filled)
-        yield slice(first, end), min(groups, end // ratio) if groups else 0
+        yield slice(first, end), min(groups, -(-(end // ratio) // GROUP_TILE) * GROUP_TILE) if groups else 0
+
+
+def _filled_groups(groups_GC: Tensor, banned_NG: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with groups that nobody sees up to a multiple of GROUP_TILE."""
+    short = -len(groups_GC) % GROUP_TILE
+    return pad(groups_GC, (0, 0, 0, short)), pad(banned_NG, (0, short), value=True)
 
 
 def _blocks(keys_nC: Tensor, size: int, filled: int) -> Tensor:
