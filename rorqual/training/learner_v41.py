@@ -27,6 +27,7 @@ from rorqual.training.kv import Choice, FakeQuantize, LearningKV
 from rorqual.training.learner import Phase, StepLoss, Totals
 from rorqual.training.live import FakeWeight, LiveScope, Rounding, fake_quantize_weight
 from rorqual.training.objective import balance_loss, draw, expert_loads, next_token_loss
+from rorqual.training.optim.groups import query_heads
 from rorqual.training.parameters import initial_parameters, trained_specs
 from rorqual.training.recipe import LossRecipe
 
@@ -65,14 +66,8 @@ class V41Learner:
 
     @property
     def heads(self) -> dict[str, int]:
-        """Parameter name -> heads whose blocks of rows are matrices of their own (query projections)."""
-        c, found = self.config, {}
-        for name in self.parameters:
-            if name.endswith("attn.wq_b.weight"):
-                found[name] = c.num_attention_heads
-            elif name.endswith("indexer.wq_b.weight"):
-                found[name] = c.index_n_heads
-        return found
+        """What Muon takes head by head."""
+        return query_heads(self.parameters, self.config)
 
     def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
         self.rounding.turn(phase.quantise_weights)
