@@ -138,3 +138,12 @@ def test_kept_documents_are_whole_runs_that_name_their_command() -> None:
         assert document["command"] == f"rorqual bench {path.stem}" and document["quick"] is False
         assert all(math.isfinite(number) for number in numbers(document))
         assert not any(folder in path.read_text(encoding="utf-8") for folder in ("/tmp", "/home", "/root", "/Users"))
+
+
+def test_kept_studies_name_their_command() -> None:
+    kept = sorted((Path(__file__).parents[2] / "benchmarks" / "lab").glob("*.json"))
+    assert kept
+    for path in kept:
+        text = path.read_text(encoding="utf-8")
+        assert json.loads(text)["command"].startswith(f"rorqual lab {path.stem}")
+        assert not any(folder in text for folder in ("/tmp", "/home", "/root", "/Users"))
