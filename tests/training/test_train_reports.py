@@ -54,7 +54,11 @@ def test_plain_lines_are_rationed_but_the_first_and_the_last() -> None:
     assert len(lines) == 4
 
 
-def test_one_live_line_on_a_terminal() -> None:
+def test_one_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # rich draws nothing live where the environment says that the terminal cannot.
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
     text = spoken(terminal=True)
     assert "\x1b[" in text
     assert "loss 2.5000" in text
