@@ -148,10 +148,11 @@ def test_the_first_signal_finishes_the_step_and_saves(number: int, tmp_path: Pat
 
 
 def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer(recipe(steps=8, save_every=0), tmp_path, Interrupted(signal.SIGINT, 2)).run()
     assert checkpoints(tmp_path / CHECKPOINTS) == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_data_of_a_step_depend_on_the_step_alone() -> None:
