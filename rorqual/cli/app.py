@@ -125,8 +125,10 @@ def _run(function: Callable[..., Any], program: str, arguments: list[str]) -> in
     application = typer.Typer(add_completion=False)
     application.command()(function)
     command = typer.main.get_command(application)
+    # A verb that starts more processes of itself finds its own command line in the context.
+    spelled = [*program.split()[1:], *arguments]
     try:
-        code = command.main(arguments, prog_name=program, standalone_mode=False)
+        code = command.main(arguments, prog_name=program, standalone_mode=False, obj=spelled)
     except typer.Abort:
         return 130
     except usage_error as error:

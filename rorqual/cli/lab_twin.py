@@ -26,6 +26,7 @@ Cache = Annotated[Path | None, typer.Option(help="Tokenizer and shards, to share
 
 
 def twin(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A preset (demo, tiny) or a TOML file.")] = "demo",
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder, new or empty; default runs/NAME-twin.")] = None,
@@ -38,7 +39,7 @@ def twin(
     from rorqual.training.launch import inside_a_group, run_processes
 
     if processes != 1 and not inside_a_group():
-        raise typer.Exit(run_processes(sys.argv[1:], processes))
+        raise typer.Exit(run_processes(context.obj, processes))
     from rorqual.analysis.twin_run import train_twin
     from rorqual.training.run import summary
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 
 def command(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A preset (demo, tiny) or a TOML file.")],
     data: Annotated[list[Path] | None, typer.Option(help="Text, JSONL, or a folder of them; may be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder, new or empty; default runs/NAME.")] = None,
@@ -33,7 +33,7 @@ def command(
     from rorqual.training.launch import inside_a_group, run_processes
 
     if processes != 1 and not inside_a_group():
-        raise typer.Exit(run_processes(sys.argv[1:], processes))
+        raise typer.Exit(run_processes(context.obj, processes))
     from rorqual.training.run import summary, train
 
     asked: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""The forward pass without a cache: whole sequences, gradients through fake-quantised keys. What training runs.
+"""The forward pass without a cache: whole sequences, gradients through fake-quantised keys.
+
+The readable twin of what training runs (`rorqual.training.forward`), and of the packed cache.
 
 The same modules and the same rows as `forward`; only the key store differs, and no decoder row is left out.
 """

@@ -1,6 +1,6 @@
 """Keys as fake-quantised tensors: no pages, no packing, gradients pass straight through the quantisers.
 
-Used for training (one call, whole sequences) and as the twin of the packed cache: chunks and decode steps append, and
+The twin of the packed cache and of training's keys: chunks and decode steps append, and
 the results are the same bits.
 """
 

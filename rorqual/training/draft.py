@@ -8,7 +8,6 @@ for x_{p+2+i}; its predecessor, which the Markov term is given, is the true x_{p
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +31,7 @@ from rorqual.ops.reference.attention import attention_over
 from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.learner import Totals
 from rorqual.training.recipe import LossRecipe
+from rorqual.training.seeding import keyed_generator
 
 # T rows of the micro-batch, A anchors, g block, P (anchor, draft) pairs with a target, U distinct rows among theirs,
 # W window, M target layers x hidden, D hidden, H heads, C head dim, V vocabulary
@@ -178,7 +178,9 @@ def draw_anchors(batch: Sequence[Packed], share: float, block: int, seed: int) -
         valid_ng = (source_ng < end_n[:, None]) & trained_n[source_ng.clamp(max=max(n - 1, 0))] if n else source_ng > 0
         candidates = valid_ng.any(1).nonzero()[:, 0]
         wanted = min(len(candidates), max(1, round(share * n))) if share else 0
-        order = torch.randperm(len(candidates), generator=_generator(seed, sequence.number), device="cpu")
+        order = torch.randperm(
+            len(candidates), generator=keyed_generator("anchors", seed, sequence.number), device="cpu"
+        )
         picked = candidates[order[:wanted].to(device)].sort().values
         pairs = valid_ng[picked].sum()
         row.append(picked + offset)
@@ -189,12 +191,6 @@ def draw_anchors(batch: Sequence[Packed], share: float, block: int, seed: int) -
     return Anchors(
         row_A=torch.cat(row), start_A=torch.cat(start), valid_Ag=torch.cat(valid), weight_A=torch.cat(weight)
     )
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    """Of one sequence's anchors. Hashed: neighbouring seeds and numbers must not share a stream."""
-    digest = hashlib.blake2b(f"anchors/{seed}/{number}".encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _rows(positions_T: Tensor, draft: Draft) -> Rows:

@@ -12,7 +12,6 @@ Deterministic: a tensor depends on the seed and its name, on nothing drawn befor
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from rorqual.checkpoint.names import TensorSpec
 from rorqual.config import ModelConfig
+from rorqual.training.seeding import keyed_generator
 
 WRITE_GAIN = 0.5
 EMBED_STD = 0.5
@@ -46,7 +46,7 @@ def initial_value(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
         return torch.ones(shape)
     if name.endswith("_base") and ".hc_" in name:
         return _mix_base(name, config)
-    return torch.randn(shape, generator=_generator(name, seed)) * _std(name, shape, config)
+    return torch.randn(shape, generator=keyed_generator(seed, name)) * _std(name, shape, config)
 
 
 def _std(name: str, shape: list[int], config: ModelConfig) -> float:
@@ -74,8 +74,3 @@ def _mix_base(name: str, config: ModelConfig) -> Tensor:
     share[reader % n] = READS_MOSTLY if n > 1 else 1 - 1e-3
     comb = KEEPS_ITSELF * torch.eye(n).flatten()
     return torch.cat((share.logit(), torch.zeros(n), comb))
-
-
-def _generator(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

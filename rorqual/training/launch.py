@@ -1,7 +1,7 @@
 """Several processes on this machine, each with its share of the cores: `rorqual train --processes N`.
 
-On a CPU two processes of one thread each beat one of two threads, 1.4 x on two cores for the demo's recipe (measured):
-a small model's steps are many small operations, and each would wait for its slowest thread. `torchrun` does the same
+On a CPU two processes of one thread each beat one of two threads (1.2 x on two cores for the demo's recipe, LOG.md): a
+small model's steps are many small operations, and each would wait for its slowest thread. `torchrun` does the same
 for more machines than one.
 """
 

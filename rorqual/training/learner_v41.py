@@ -27,7 +27,6 @@ from rorqual.training.kv import Choice, FakeQuantize, LearningKV
 from rorqual.training.learner import Phase, StepLoss, Totals
 from rorqual.training.live import FakeWeight, LiveScope, Rounding, fake_quantize_weight
 from rorqual.training.objective import balance_loss, draw, expert_loads, next_token_loss
-from rorqual.training.optim.groups import query_heads
 from rorqual.training.parameters import initial_parameters, trained_specs
 from rorqual.training.recipe import LossRecipe
 
@@ -63,11 +62,6 @@ class V41Learner:
         scope = LiveScope(self.parameters, trained_specs(config), self.rounding)
         numerics = Numerics(name="fp32")
         self.model = Transformer(config, scope, numerics, Backend("plain"), token_map, page_tokens_of(config))
-
-    @property
-    def heads(self) -> dict[str, int]:
-        """What Muon takes head by head."""
-        return query_heads(self.parameters, self.config)
 
     def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
         self.rounding.turn(phase.quantise_weights)

@@ -16,17 +16,9 @@ from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.kv import Choice, Routed
 from rorqual.training.learner import Totals
 from rorqual.training.recipe import LossRecipe
+from rorqual.training.seeding import keyed_generator
 
 # T rows, E experts, k experts a row, V vocabulary
-
-_SALT = 0x9E3779B97F4A7C15
-"""Spreads (seed, number) over the generator's state."""
-
-
-def keyed_generator(seed: int, number: int, what: int = 0) -> torch.Generator:
-    """The generator of one packed sequence: the same whatever micro-batch or process it lands in."""
-    key = ((seed + 1) * _SALT + number * 0xBF58476D1CE4E5B9 + what * 0x94D049BB133111EB) % (1 << 63)
-    return torch.Generator().manual_seed(key)
 
 
 def draw(packed: Packed, loss: LossRecipe, replay: float, window: int, seed: int) -> list[Choice]:
@@ -34,7 +26,7 @@ def draw(packed: Packed, loss: LossRecipe, replay: float, window: int, seed: int
 
     A seam lies where a CED prefill could have ended: its floor s is N - W for some prompt of N <= n tokens, N > W.
     """
-    generator = keyed_generator(seed, packed.number)
+    generator = keyed_generator("draw", seed, packed.number)
     choices = []
     with_seam = bool(torch.rand((), generator=generator) < replay)
     for start, end in packed.pieces():

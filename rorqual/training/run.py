@@ -114,16 +114,7 @@ def train(
         if state is not None and state.fingerprint != texts.fingerprint:
             raise InputError(f"resume: the data differ from those of {folder}; give the same --data, or a new --out")
         trained = (learner or v41_learner)(recipe, texts.tokenizer, place)
-        trainer = Trainer(
-            recipe,
-            texts,
-            trained,
-            folder,
-            optimiser=Optimizers(trained.parameters, recipe.optim, query_heads(trained.parameters, recipe.model)),
-            processes=processes,
-            reporter=reporter,
-            stop_id=special_ids(texts.tokenizer).eos,
-        )
+        trainer = _trainer(recipe, texts, trained, folder, processes, reporter)
         if state is not None:
             trainer.restore(state)
             reporter.note(f"resumed after step {state.step} of {recipe.run.steps}")
@@ -140,6 +131,21 @@ def train(
         if export and learner is None and processes.first and not ended.signal:
             model = _export(trained, recipe, texts.tokenizer, folder / MODEL, quantised)
     return Trained(out=folder, first=processes.first, ended=ended, plot=plot, model=model)
+
+
+def _trainer(
+    recipe: Recipe, texts: TrainingData, learner: Learner, folder: Path, processes: Processes, reporter: Reporter
+) -> Trainer:
+    return Trainer(
+        recipe,
+        texts,
+        learner,
+        folder,
+        optimiser=Optimizers(learner.parameters, recipe.optim, query_heads(learner.parameters, recipe.model)),
+        processes=processes,
+        reporter=reporter,
+        stop_id=special_ids(texts.tokenizer).eos,
+    )
 
 
 def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rorqual.cli.app import main
 from rorqual.errors import InputError
+from rorqual.training import launch
 from rorqual.training.launch import inside_a_group, run_processes
 
 
@@ -21,6 +23,20 @@ def test_the_exit_code_is_that_of_the_processes(capfd: pytest.CaptureFixture[str
     assert run_processes(["no-such-verb"], 2) == 2
     shown = capfd.readouterr()
     assert shown.out.count("rorqual ") == 2 and shown.err.count("no verb 'no-such-verb'") == 2
+
+
+def test_a_verb_hands_on_its_own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the interpreter's: `main` may be called with any."""
+    seen: list[tuple[list[str], int]] = []
+
+    def note(argv: list[str], count: int) -> int:
+        seen.append((argv, count))
+        return 3
+
+    monkeypatch.setattr(launch, "run_processes", note)
+    calls = [["train", "tiny", "--processes", "2"], ["lab", "twin", "tiny", "--steps", "1", "--processes", "2"]]
+    assert [main(call) for call in calls] == [3, 3]
+    assert seen == [(call, 2) for call in calls]
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from rorqual.config import Mode, ModelConfig, presets
 from rorqual.training.batch import Packed
 from rorqual.training.learner import Phase, Totals
 from rorqual.training.learner_v41 import V41Learner
-from rorqual.training.optim import Optimizers, factor
+from rorqual.training.optim import Optimizers, factor, query_heads
 from rorqual.training.recipe import LossRecipe, OptimRecipe
 
 TOKENS = 1000
@@ -31,7 +31,7 @@ def memorised(config: ModelConfig, steps: int) -> tuple[float, torch.Tensor]:
     """(first loss, losses of every token at last): all is on that a config has, from its step of a run on."""
     ids = torch.randint(3, config.vocab_size - 2, (TOKENS + 1,), generator=torch.Generator().manual_seed(1))
     learner = V41Learner(config, None, LossRecipe(), 0)
-    optimizers = Optimizers(learner.parameters, OPTIM, learner.heads)
+    optimizers = Optimizers(learner.parameters, OPTIM, query_heads(learner.parameters, config))
     drafts = config.num_nextn_predict_layers > 0
     totals = Totals(tokens=TOKENS, sequences=1)
     first = math.inf

@@ -3,7 +3,7 @@
 v4.1-flash   the release, its two files byte for byte
 tiny         every mechanism on, drafts and vision included, at widths for tests; quantised weights
 mid          quantised weights, 12 layers of 512: large enough to time
-demo         what the package trains and ships: every text mechanism on, at 16 MB
+demo         what `rorqual train demo` trains: every text mechanism on, 16 MB
 real-pair    the release's widths in two layers, a ratio-1 source and a reader of it; 8 experts
 
 Presets other than the release have no tokenizer of their own. Their `engram_compressed_vocab_size` is therefore the

@@ -108,9 +108,6 @@ def _softmax_backward(
             _through(grad_far_RG[r], far_RG[r], mean)
 
 
-KERNELS = (_softmax, _softmax_backward)
-
-
 def joint_softmax(near_RJ: Tensor, banned_nJ: Tensor, far_RG: Tensor, banned_nG: Tensor, sink_H: Tensor) -> Tensor:
     """Logits to weights in place; returns the sink's weight fp32 [R].
 

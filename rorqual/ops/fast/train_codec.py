@@ -172,8 +172,6 @@ def _rows_of(x: Tensor, fmt: NumberFormat) -> Tensor:
 _apply_values: Any = _FakeQuantize.apply
 _apply_weight: Any = _FakeWeight.apply
 
-KERNELS = (_quantise_rows, _quantise_tiles)
-
 
 def fake_quantize(x: Tensor, fmt: NumberFormat) -> Tensor:
     """As `formats.codec.fake_quantize`, bit for bit, errors included."""

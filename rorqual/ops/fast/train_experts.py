@@ -237,8 +237,6 @@ def _thirds(weights: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 
 _apply_experts: Any = _Experts.apply
 
-KERNELS = (_activate, _activate_backward, _gather, _combine)
-
 
 def experts(
     x_TK: Tensor,

@@ -422,16 +422,6 @@ _apply_mix: Any = _Mix.apply
 _apply_collapse: Any = _Collapse.apply
 _apply_expand: Any = _Expand.apply
 
-KERNELS = (
-    _mix_forward,
-    _mix_backward,
-    _rms_backward,
-    _collapse_forward,
-    _collapse_backward,
-    _expand_forward,
-    _expand_backward,
-)
-
 
 def hyper_mix(
     streams_TnD: Tensor,

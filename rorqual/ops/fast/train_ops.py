@@ -10,26 +10,14 @@ from rorqual.ops.dispatch import Ops, reference_ops
 from rorqual.ops.fast import (
     codec,
     topk,
-    train_attend,
-    train_codec,
     train_experts,
     train_hyper,
     train_linear,
     train_rows,
 )
-from rorqual.ops.fast.kernel import Kernel
 
 _MALLOC_TRIM_THRESHOLD, _MALLOC_MMAP_THRESHOLD = -1, -3
 _LARGEST_REUSED = 1 << 30
-
-KERNELS: tuple[Kernel, ...] = (
-    *train_hyper.KERNELS,
-    *train_rows.KERNELS,
-    *train_codec.KERNELS,
-    *train_experts.KERNELS,
-    *train_attend.KERNELS,
-)
-"""All that training compiles; not part of `rorqual warm`, since serving needs none of it."""
 
 
 def training_ops() -> Ops:
@@ -53,12 +41,6 @@ def training_ops() -> Ops:
         hyper_collapse=train_hyper.hyper_collapse,
         hyper_expand=train_hyper.hyper_expand,
     )
-
-
-def compile_kernels() -> None:
-    """Compile what the disk cache does not hold, so that the first step is not the slow one."""
-    for kernel in KERNELS:
-        kernel.compile()
 
 
 def keep_freed_memory() -> bool:

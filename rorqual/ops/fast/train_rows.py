@@ -117,8 +117,6 @@ def _turn(x_THK: Tensor, cos_TP: Tensor, sin_TP: Tensor, sign: float) -> Tensor:
 _apply_norm: Any = _RmsNorm.apply
 _apply_rotation: Any = _Rotation.apply
 
-KERNELS = (_norm_forward, _norm_backward, _rotate)
-
 
 def rms_norm(x_TK: Tensor, weight_K: Tensor, eps: float, native: bool) -> Tensor:
     """As the plain `rms_norm`; native numerics have no training twin."""
