@@ -1,38 +1,82 @@
 """A recipe: everything that decides a training run, in one TOML file.
 
-Legal values stand beside each field; an unknown key or a value out of range is a ConfigError that names it.
+Legal values stand beside each field; an unknown key or a value out of range is a ConfigError that names it, whether it
+comes from a file or from Python.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from rorqual.config import ModelConfig, presets
 from rorqual.errors import ConfigError
+from rorqual.training.data.tokens import LEAST_VOCAB
 from rorqual.training.learner import Phase
 
 PRESETS = ("demo", "tiny")
 
 Range = tuple[float, float]
-"""Least and greatest legal value, both included."""
-
-_UNBOUNDED = math.inf
+"""Least and greatest legal value, both included; of a field of whole numbers both are integers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataRecipe:
+class Section:
+    """Values of their fields' types, in their ranges. A list is taken and kept as a tuple, an integer as a float where
+    the field is one.
+
+    Raises:
+        ConfigError: another type, or out of range; the message begins with `section.key`.
+    """
+
+    NAME: ClassVar[str]
+    RANGES: ClassVar[Mapping[str, Range]] = {}
+    """Of every number."""
+    OR_ZERO: ClassVar[frozenset[str]] = frozenset()
+    """Numbers that may also be 0, outside of their range."""
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Of every string."""
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value = self._checked(each.name, getattr(self, each.name), each.default)
+            object.__setattr__(self, each.name, value)
+
+    def _checked(self, key: str, value: Any, default: Any) -> Any:
+        name = f"{self.NAME}.{key}"
+        if isinstance(default, tuple):
+            if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+                raise ConfigError(f"{name} must be a list of strings, got {value!r}")
+            return tuple(value)
+        if isinstance(default, str):
+            if value not in self.CHOICES[key]:
+                raise ConfigError(f"{name} is {value!r}, must be {' or '.join(map(repr, self.CHOICES[key]))}")
+            return value
+        whole = isinstance(default, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}")
+        least, greatest = self.RANGES[key]
+        off = key in self.OR_ZERO
+        # NaN is in no range.
+        if not least <= value <= greatest and not (off and value == 0):
+            legal = f"in {_shown(least)}..{_shown(greatest)}"
+            raise ConfigError(f"{name} is {value}, must be {'0 or ' if off else ''}{legal}")
+        return value if whole else float(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRecipe(Section):
     """corpus: "english" builds the demo's texts from installed packages; "" takes `--data` only.
     vocab_size: of the tokenizer to train, special tokens included.
     seq_len, long_seq_len: tokens a sequence, before and from `long_from` (a fraction of the steps); 0: never long.
-    batch_tokens: a step; micro_tokens: at once (the rest is accumulated).
+    batch_tokens: a step, rounded down to whole sequences; micro_tokens: at once (the rest is accumulated), likewise.
+        At least one sequence either way.
     heldout: document names (shell patterns) that are never trained on; heldout_fraction: share of the rest.
     chat_fraction: share of the sequences that are chat where both kinds exist; negative: as they come.
     """
@@ -48,20 +92,23 @@ class DataRecipe:
     heldout_fraction: float = 0.02
     chat_fraction: float = -1.0
 
+    NAME: ClassVar[str] = "data"
     RANGES: ClassVar[Mapping[str, Range]] = {
-        "vocab_size": (260, 1 << 20),
+        "vocab_size": (LEAST_VOCAB, 1 << 20),
         "seq_len": (2, 1 << 20),
-        "long_seq_len": (0, 1 << 20),
+        "long_seq_len": (2, 1 << 20),
         "long_from": (0, 1),
         "batch_tokens": (1, 1 << 30),
         "micro_tokens": (1, 1 << 30),
         "heldout_fraction": (0, 0.9),
         "chat_fraction": (-1, 1),
     }
+    OR_ZERO: ClassVar[frozenset[str]] = frozenset({"long_seq_len"})
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {"corpus": ("", "english")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossRecipe:
+class LossRecipe(Section):
     """Weights of the losses beside the next token's, 0 for off.
 
     indexer: KL to the joint softmax; indexer_rows: share of the query rows it is taken on.
@@ -80,6 +127,7 @@ class LossRecipe:
     anchors: float = 0.0625
     replay: float = 0.25
 
+    NAME: ClassVar[str] = "loss"
     RANGES: ClassVar[Mapping[str, Range]] = {
         "indexer": (0, 1e3),
         "indexer_rows": (0, 1),
@@ -94,7 +142,7 @@ class LossRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseRecipe:
+class PhaseRecipe(Section):
     """From which fraction of the steps something is on; 1 is never."""
 
     sparse_from: float = 0.1
@@ -102,15 +150,17 @@ class PhaseRecipe:
     quantise_weights_from: float = 0.5
     draft_from: float = 0.3
 
+    NAME: ClassVar[str] = "phases"
     RANGES: ClassVar[Mapping[str, Range]] = dict.fromkeys(
         ("sparse_from", "quantise_from", "quantise_weights_from", "draft_from"), (0.0, 1.0)
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimRecipe:
+class OptimRecipe(Section):
     """lr: Muon's matrices; lr_adam: everything small; lr_table: embeddings, heads, Engram tables.
-    momentum: of Muon and the tables; beta1, beta2: AdamW; clip: norm of the gradient, 0 for none.
+    momentum: of Muon and the tables; beta1, beta2: AdamW.
+    clip: norm of the backbone's gradient, of the indexer's and of the draft's, each by itself; 0 for none.
     warmup, decay_from: fractions of the steps; flat between, then a cosine down to lr_end x peak.
     ns_steps: Newton-Schulz iterations.
     """
@@ -128,6 +178,7 @@ class OptimRecipe:
     lr_end: float = 0.05
     ns_steps: int = 5
 
+    NAME: ClassVar[str] = "optim"
     RANGES: ClassVar[Mapping[str, Range]] = {
         "lr": (0, 10),
         "lr_adam": (0, 10),
@@ -136,7 +187,7 @@ class OptimRecipe:
         "beta1": (0, 0.9999),
         "beta2": (0, 0.999999),
         "weight_decay": (0, 10),
-        "clip": (0, 1e9),
+        "clip": (0, 10**9),
         "warmup": (0, 1),
         "decay_from": (0, 1),
         "lr_end": (0, 1),
@@ -145,7 +196,7 @@ class OptimRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecipe:
+class RunRecipe(Section):
     """steps: optimiser steps. Every so many steps (0: never): eval_every on eval_sequences held-out sequences,
     sample_every, save_every; keep: checkpoints kept. autocast: "auto" is bf16 where the device gains, else "off"."""
 
@@ -158,20 +209,30 @@ class RunRecipe:
     keep: int = 2
     autocast: str = "auto"
 
+    NAME: ClassVar[str] = "run"
     RANGES: ClassVar[Mapping[str, Range]] = {
         "steps": (1, 1 << 31),
         "seed": (0, (1 << 63) - 1),
-        "eval_every": (0, _UNBOUNDED),
+        "eval_every": (0, 1 << 31),
         "eval_sequences": (1, 1 << 20),
-        "sample_every": (0, _UNBOUNDED),
-        "save_every": (0, _UNBOUNDED),
+        "sample_every": (0, 1 << 31),
+        "save_every": (0, 1 << 31),
         "keep": (1, 1000),
     }
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {"autocast": ("auto", "off")}
+
+
+_KINDS: tuple[type[Section], ...] = (DataRecipe, LossRecipe, PhaseRecipe, OptimRecipe, RunRecipe)
+SECTIONS = {kind.NAME: kind for kind in _KINDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """model: before it is fitted to a tokenizer (`rorqual.training.parameters.fit_config`)."""
+    """model: text only, before it is fitted to a tokenizer (`rorqual.training.fit.fit_config`).
+
+    Raises:
+        ConfigError: a model with a vision tower; sequences longer than the model's positions.
+    """
 
     name: str
     model: ModelConfig
@@ -182,50 +243,48 @@ class Recipe:
     run: RunRecipe = field(default_factory=RunRecipe)
 
     def __post_init__(self) -> None:
-        longest = max(self.data.seq_len, self.data.long_seq_len)
-        if longest > self.model.max_position_embeddings:
+        if self.model.vision is not None:
             raise ConfigError(
-                f"data.seq_len: {longest} is more than the model's {self.model.max_position_embeddings} positions"
+                "model: it has a vision tower, which is not trained; take a preset without one, as 'demo', or a "
+                "config.json without its vision_config"
             )
-        if self.data.corpus not in ("", "english"):
-            raise ConfigError(f"data.corpus is {self.data.corpus!r}, must be '' or 'english'")
-        if self.run.autocast not in ("auto", "off"):
-            raise ConfigError(f"run.autocast is {self.run.autocast!r}, must be 'auto' or 'off'")
+        positions = self.model.max_position_embeddings
+        for key in ("seq_len", "long_seq_len"):
+            length = getattr(self.data, key)
+            if length > positions:
+                raise ConfigError(f"data.{key} is {length}, must be at most the model's {positions} positions")
 
     @classmethod
     def load(cls, source: str | os.PathLike[str]) -> Recipe:
         """A preset by name, or a TOML file.
 
         Raises:
-            ConfigError: neither; no TOML; an unknown key; a value of another type or out of range.
+            ConfigError: neither; cannot be read; no TOML; an unknown key; a value of another type or out of range.
         """
         if str(source) in PRESETS:
             text = (resources.files("rorqual.training") / "recipes" / f"{source}.toml").read_text(encoding="utf-8")
             return cls.parse(text, str(source), Path())
         path = Path(source)
-        if not path.is_file():
-            raise ConfigError(f"recipe: {path} is neither a file nor a preset; presets: {', '.join(PRESETS)}")
-        return cls.parse(path.read_text(encoding="utf-8"), path.stem, path.parent)
+        try:
+            if not path.is_file():
+                raise ConfigError(f"recipe: {path} is neither a file nor a preset; presets: {', '.join(PRESETS)}")
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe: {path} cannot be read: {error}") from None
+        return cls.parse(text, path.stem, path.parent)
 
     @classmethod
     def parse(cls, text: str, name: str, folder: Path) -> Recipe:
         """From TOML text; a model path is relative to `folder`."""
         try:
             stated = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # integers of too many digits are no TOMLDecodeError
             raise ConfigError(f"recipe {name}: not TOML ({error})") from None
-        sections: dict[str, Any] = {
-            "data": DataRecipe,
-            "loss": LossRecipe,
-            "phases": PhaseRecipe,
-            "optim": OptimRecipe,
-            "run": RunRecipe,
-        }
         for key in stated:
-            if key not in ("model", *sections):
-                raise ConfigError(f"recipe {name}: unknown section '{key}'; legal: model, {', '.join(sections)}")
-        parts = {key: _section(kind, key, stated.get(key, {})) for key, kind in sections.items()}
-        return cls(name=name, model=_model(stated.get("model", "tiny"), folder), **parts)
+            if key not in ("model", *SECTIONS):
+                raise ConfigError(f"recipe {name}: unknown section '{key}'; legal: model, {', '.join(SECTIONS)}")
+        parts: dict[str, Any] = {key: _section(kind, stated.get(key, {})) for key, kind in SECTIONS.items()}
+        return cls(name=name, model=_model(stated.get("model", "demo"), folder), **parts)
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with whole sections changed."""
@@ -242,49 +301,24 @@ class Recipe:
             replay=self.loss.replay,
         )
 
-    @property
-    def last_phase(self) -> Phase:
-        """How the model is used: what evaluation and samples run."""
-        return dataclasses.replace(self.phase_at(self.run.steps - 1), replay=0.0)
-
     def seq_len_at(self, step: int) -> int:
         """Tokens of each sequence of a step."""
         long = self.data.long_seq_len and step / self.run.steps >= self.data.long_from
         return self.data.long_seq_len if long else self.data.seq_len
 
 
-Section = TypeVar("Section")
-
-
-def _section(kind: type[Section], name: str, stated: Any) -> Section:
+def _section(kind: type[Section], stated: Any) -> Section:
     if not isinstance(stated, dict):
-        raise ConfigError(f"{name} must be a section, got {stated!r}")
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    ranges: Mapping[str, Range] = getattr(kind, "RANGES", {})
-    values = {}
-    for key, value in stated.items():
-        if key not in fields:
-            raise ConfigError(f"{name}.{key} is unknown; legal: {', '.join(fields)}")
-        values[key] = _checked(f"{name}.{key}", value, fields[key].default, ranges.get(key))
-    return kind(**values)
+        raise ConfigError(f"{kind.NAME} must be a section, got {stated!r}")
+    legal = [each.name for each in dataclasses.fields(kind)]
+    for key in stated:
+        if key not in legal:
+            raise ConfigError(f"{kind.NAME}.{key} is unknown; legal: {', '.join(legal)}")
+    return kind(**stated)
 
 
-def _checked(name: str, value: Any, default: Any, legal: Range | None) -> Any:
-    if isinstance(default, tuple):
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{name} must be a list of strings, got {value!r}")
-        return tuple(value)
-    if isinstance(default, str):
-        if not isinstance(value, str):
-            raise ConfigError(f"{name} must be a string, got {value!r}")
-        return value
-    whole = isinstance(default, int)
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise ConfigError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}")
-    assert legal is not None, name
-    if not legal[0] <= value <= legal[1]:
-        raise ConfigError(f"{name} is {value}, must be in {legal[0]:g}..{legal[1]:g}")
-    return value if whole else float(value)
+def _shown(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _model(stated: Any, folder: Path) -> ModelConfig:
@@ -294,5 +328,12 @@ def _model(stated: Any, folder: Path) -> ModelConfig:
     if not isinstance(stated, dict) or not isinstance(stated.get("base"), str):
         raise ConfigError("model must be a preset, a path, or a section with 'base' (either of them) and fields")
     base, changes = stated["base"], {key: value for key, value in stated.items() if key != "base"}
-    config = presets.load(base) if base in presets.NAMES else ModelConfig.from_json(folder / base)
+    if base in presets.NAMES:
+        config = presets.load(base)
+    elif os.path.exists(folder / base):
+        config = ModelConfig.from_json(folder / base)
+    else:
+        raise ConfigError(
+            f"model: {folder / base} does not exist and is no preset; presets: {', '.join(presets.NAMES)}"
+        )
     return config.replace(**changes) if changes else config

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rorqual.errors import ConfigError
 from rorqual.training.data.documents import Document
-from rorqual.training.data.tokens import SPECIAL_TOKENS
+from rorqual.training.data.tokens import LEAST_VOCAB, SPECIAL_TOKENS
 
-BYTES = 256
 SPLITS = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -23,14 +21,9 @@ SPLITS = (
 def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
     """`vocab_size` tokens: the special ones first, then 256 bytes, then merges. Fewer where the text has no more pairs.
 
-    The same documents in the same order give the same tokenizer.
-
-    Raises:
-        ConfigError: vocab_size does not hold the special tokens and the bytes.
+    vocab_size: at least LEAST_VOCAB. The same documents in the same order give the same tokenizer.
     """
-    least = len(SPECIAL_TOKENS) + BYTES
-    if vocab_size < least:
-        raise ConfigError(f"data.vocab_size is {vocab_size}, must be at least {least} (special tokens and 256 bytes)")
+    assert vocab_size >= LEAST_VOCAB, vocab_size
     tokenizer = Tokenizer(models.BPE())
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -20,13 +20,11 @@ MARKERS = {"system": (SYSTEM,), "user": (USER,), "assistant": (ASSISTANT, END_TH
 """What opens a turn of each role."""
 
 
-def render(turns: Sequence[Turn], *, reply: bool = False) -> str:
-    """The conversation as one string; `reply` opens the assistant's next turn."""
-    return "".join(text for text, _ in _parts(turns, reply))
-
-
 def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, reply: bool = False) -> list[int]:
-    """Its token ids: markers by name, each plain stretch by itself."""
+    """Token ids: markers by name, each plain stretch by itself; `reply` opens the assistant's next turn.
+
+    Only an assistant turn closes with eos: a conversation that ends in another turn has none at its end.
+    """
     ids: list[int] = []
     for text, special in _parts(turns, reply):
         ids += [token_id(tokenizer, text)] if special else plain_ids(tokenizer, text)

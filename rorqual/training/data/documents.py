@@ -21,7 +21,8 @@ class Turn:
 class Document:
     """One text, or one conversation.
 
-    name: what held-out patterns match; unique in a data set.
+    name: what held-out patterns match; unique in a data set but where a file is called as a repeat of another, or as a
+        line of it, would be (`a.txt#2`, `a.jsonl:1`; see `rorqual.training.data.sources`).
     text: of a text, turns: of a conversation; the other is empty.
     group: documents of one group are held out together ("" stands for the name): the same book in two translations.
     """

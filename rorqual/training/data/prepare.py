@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from rorqual.errors import ConfigError, InputError
+from rorqual.errors import InputError
 from rorqual.training.batch import Packed
 from rorqual.training.data.bpe import train_tokenizer
 from rorqual.training.data.chat import MARKERS
@@ -35,8 +35,8 @@ _WINDOW = 1024
 class TrainingData:
     """Batches by step, held-out sequences, documents; all of it decided by recipe, sources and seed.
 
-    fingerprint: of everything that decides the batches but for the number of steps; a run resumes on the same one only.
-    characters: of the held-out texts a target; bits a character are nats / ln 2 / this.
+    fingerprint: of the content, the seed, and the recipe's settings of the order but for `long_from` and the number of
+        steps. A run resumes on the same one only, and on a recipe in which those two are the same.
     """
 
     def __init__(self, shards: Shards, recipe: Recipe, seed: int) -> None:
@@ -51,7 +51,6 @@ class TrainingData:
         data = recipe.data
         order = [data.seq_len, data.long_seq_len, data.batch_tokens, data.chat_fraction]
         self.fingerprint = key_of({"content": shards.digest, "order": order, "seed": seed})
-        self.characters = self.characters_per_token()
 
     @classmethod
     def prepare(
@@ -62,8 +61,8 @@ class TrainingData:
         paths: text files, folders, JSONL (`rorqual.training.data.sources`), beside the recipe's corpus.
 
         Raises:
-            InputError: no source at all; a source that cannot be read; no text; the cache cannot be written.
-            ConfigError: vocab_size or heldout do not fit the documents.
+            InputError: no source at all; a source that cannot be read; no text; the cache cannot be read or written.
+            ConfigError: heldout does not fit the documents.
         """
         data = recipe.data
         sources: list[Source] = [English()] if data.corpus == "english" else []
@@ -91,19 +90,16 @@ class TrainingData:
         return cls(open_or_build(Path(cache_dir), key, decide, documents), recipe, seed)
 
     def sequences_at(self, step: int) -> int:
-        """Sequences of a step, over all processes."""
+        """Sequences of a step, over all processes: `batch_tokens` in whole ones, at least one."""
         return max(1, self.recipe.data.batch_tokens // self.recipe.seq_len_at(step))
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> list[Packed]:
         """The sequences of a step (from 0) that process `rank` of `world` trains; in rank order they are the batch.
 
-        Raises:
-            ConfigError: fewer sequences than processes.
+        A share is empty where there are more processes than sequences.
         """
         assert step >= 0 and 0 <= rank < world, (step, rank, world)
         count, n = self.sequences_at(step), self.recipe.seq_len_at(step)
-        if world > count:
-            raise ConfigError(f"data.batch_tokens: a step has {count} sequences of {n}, fewer than {world} processes")
         # Sequences before this step: of the other length, and of this one.
         turned = step >= self._turn
         other = self._turn * self.sequences_at(0) if turned else 0
@@ -123,13 +119,9 @@ class TrainingData:
         plan, place = pool.find(index, n)
         return pack(plan, place, n, number, self._special.pad, self._header, self.shards.ids)
 
-    def heldout_batches(self, seq_len: int, limit: int, kind: str | None = None) -> list[Packed]:
-        """At most `limit` held-out sequences of seq_len tokens, spread evenly; [] where nothing is held out.
-
-        kind: "text", "chat", or None for both.
-        """
-        documents = self._documents(HELDOUT, kind)
-        plan = plan_pass(documents, self._lengths, seq_len, self._header)
+    def heldout_batches(self, seq_len: int, limit: int) -> list[Packed]:
+        """At most `limit` held-out sequences of seq_len tokens, spread evenly; [] where nothing is held out."""
+        plan = plan_pass(self._documents(HELDOUT, None), self._lengths, seq_len, self._header)
         count = min(limit, plan.sequences)
         places = [place * plan.sequences // count for place in range(count)]
         return [
@@ -138,24 +130,15 @@ class TrainingData:
         ]
 
     def documents(self, split: str, kind: str | None = None) -> Iterator[tuple[str, str, Tensor]]:
-        """(name, kind, ids int64 with bos and eos) of each document of a split, "train" or "heldout"."""
+        """(name, kind, ids int64) of each document of a split, "train" or "heldout".
+
+        kind: "text", "chat", or None for both. Ids begin with bos and end with eos, but for a conversation in
+        which the user has the last word: it has no eos.
+        """
         assert split in SPLITS, split
         for document in self._documents(split, kind):
             entry = self.shards.entries[document]
             yield entry.name, entry.kind, self.shards.ids(document)
-
-    def document(self, name: str) -> Tensor:
-        """Its ids, int64 with bos and eos. InputError on a name that no document has."""
-        for index, entry in enumerate(self.shards.entries):
-            if entry.name == name:
-                return self.shards.ids(index)
-        raise InputError(f"data: there is no document {name!r}")
-
-    def characters_per_token(self, kind: str | None = None) -> float:
-        """Of the held-out documents of a kind, characters a target; of all documents where there are none."""
-        entries = [self.shards.entries[document] for document in self._documents(HELDOUT, kind)]
-        entries = entries or self.shards.entries
-        return sum(entry.characters for entry in entries) / max(1, sum(entry.tokens - 1 for entry in entries))
 
     def summary(self) -> str:
         """A line for each split and kind."""

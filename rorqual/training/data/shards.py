@@ -1,7 +1,7 @@
 """Tokenised documents on disk: one array of ids, an index, and the tokenizer that made them.
 
     CACHE/KEY/tokens.bin       ids, uint16 (uint32 from 65,537 tokens), one document after the other
-    CACHE/KEY/index.json       documents in order with kind, split, tokens, characters; what the key is made of
+    CACHE/KEY/index.json       version, type of the ids, digest of the content; documents in order (`Entry`)
     CACHE/KEY/tokenizer.json
 
 The key hashes whatever decides the content, so a changed source, split or vocabulary is another folder, and a folder is
@@ -14,10 +14,10 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from rorqual.checkpoint.tokenizer import TOKENIZER_FILE, read_tokenizer
+from rorqual.checkpoint.tokenizer import TOKENIZER_FILE
 from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.training.data.chat import chat_ids
@@ -39,12 +39,15 @@ VERSION = 1
 
 TRAIN, HELDOUT = "train", "heldout"
 SPLITS = (TRAIN, HELDOUT)
-_BATCH = 64
+_BATCH, _BATCH_CHARACTERS = 64, 1 << 20
+"""Documents tokenised at once: so many, fewer where they hold so much text."""
+_DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What a folder raises that is not as it was written. Other errors of the system say nothing about the folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A document of the index. start: of its ids in the array; tokens: its ids, bos and eos counted."""
+    """A document of the index. start: of its ids in the array; tokens: its ids, special ones counted."""
 
     name: str
     kind: str
@@ -59,7 +62,7 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        self.tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
+        self.tokenizer = _read_tokenizer(folder / TOKENIZER_FILE)
         self.digest: str = index["digest"]
         self.entries = [Entry(**entry) for entry in index["documents"]]
         dtype = np.dtype(index["dtype"])
@@ -90,40 +93,67 @@ def open_or_build(cache: Path, key: str, decide: Decide, documents: Callable[[],
     """The cache's folder for the key, built when it is not there or damaged. Safe for processes that start together.
 
     Raises:
-        InputError: the cache cannot be written; no document holds text; whatever the callables raise.
+        InputError: the cache cannot be read or written; no document holds text; whatever the callables raise.
     """
     folder = cache / key[:20]
-    for attempt in range(2):
-        if folder.is_dir():
-            try:
-                return Shards(folder)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                if attempt:
-                    raise InputError(f"data: the cache {folder} cannot be read ({error})") from None
-                logger.warning("data: %s is damaged (%s) and is built again", folder, error)
-                shutil.rmtree(folder, ignore_errors=True)
+    found = _opened(folder)
+    if found is None:
         _build(cache, folder, decide, documents)
-    return Shards(folder)
+        found = _opened(folder)
+    if found is None:
+        raise InputError(f"data: the cache {folder} is damaged and cannot be replaced; remove it, or take another")
+    return found
+
+
+def _opened(folder: Path) -> Shards | None:
+    """None where there is none. One that is damaged is removed."""
+    if not os.path.isdir(folder):
+        return None
+    try:
+        return Shards(folder)
+    except _DAMAGE as error:
+        logger.warning("data: %s is damaged (%s) and is not used", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    except OSError as error:
+        raise InputError(f"data: the cache {folder} cannot be read ({error.strerror})") from None
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """ValueError where the file holds none; OSError where it cannot be read."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
 
 
 def _build(cache: Path, folder: Path, decide: Decide, documents: Callable[[], Iterable[Document]]) -> None:
+    # Not one of `tempfile`: those are the user's alone, and a cache is shared.
+    unfinished = cache / f".unfinished-{uuid.uuid4().hex}"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=cache))
-    except OSError as error:
-        raise InputError(f"data: the cache {cache} cannot be written ({error.strerror})") from None
-    try:
+        with _writing(cache):
+            unfinished.mkdir(parents=True)
         tokenizer, held = decide()
-        tokenizer.save(str(unfinished / TOKENIZER_FILE), pretty=False)
-        _write(unfinished, tokenizer, documents(), held)
-        try:
-            os.replace(unfinished, folder)
-        except OSError:
-            # Another process was first, and its folder holds the same.
-            if not folder.is_dir():
-                raise
+        with _writing(cache):
+            _write(unfinished, tokenizer, documents(), held)
+            try:
+                os.replace(unfinished, folder)
+            except OSError:
+                # Another process was first, and its folder holds the same.
+                if not folder.is_dir():
+                    raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    """What the system refuses in here is the cache's: sources report their own."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"data: the cache {cache} cannot be written ({error.strerror})") from None
 
 
 def _write(folder: Path, tokenizer: Tokenizer, documents: Iterable[Document], held: set[str]) -> None:
@@ -131,6 +161,7 @@ def _write(folder: Path, tokenizer: Tokenizer, documents: Iterable[Document], he
     digest = hashlib.sha256(tokenizer.to_str().encode())
     entries: list[Entry] = []
     start = 0
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
     with (folder / "tokens.bin").open("wb") as file:
         for document, ids in tokenised(tokenizer, documents):
             data = np.asarray(ids, dtype=dtype)
@@ -167,8 +198,7 @@ def tokenised(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[t
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True
     bos, eos = token_id(tokenizer, BOS), token_id(tokenizer, EOS)
-    waiting = iter(documents)
-    while batch := list(islice(waiting, _BATCH)):
+    for batch in _batches(documents):
         texts = [document.text for document in batch if document.kind == "text"]
         encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for document in batch:
@@ -176,3 +206,16 @@ def tokenised(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[t
                 yield document, [bos, *next(encoded).ids, eos]
             else:
                 yield document, chat_ids(tokenizer, document.turns)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    held = 0
+    for document in documents:
+        batch.append(document)
+        held += document.characters
+        if len(batch) == _BATCH or held >= _BATCH_CHARACTERS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

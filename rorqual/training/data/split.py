@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import hashlib
 import math
@@ -18,20 +19,24 @@ def heldout_groups(documents: Iterable[Document], patterns: Sequence[str], fract
     (rounded up, but never all) are held out: those whose names hash lowest, the same for every seed.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train on.
+        ConfigError: there are documents, and a pattern matches none of them, or nothing is left to train on.
     """
     named: set[str] = set()
+    names: list[str] = []
     families: dict[str, None] = {}
     unmet = dict.fromkeys(patterns)
     for document in documents:
+        names.append(document.name)
         families[document.family] = None
         matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(document.name, pattern)]
         if matching:
             named.add(document.family)
         for pattern in matching:
             unmet.pop(pattern, None)
-    if unmet:
-        raise ConfigError(f"data.heldout: {next(iter(unmet))!r} matches no document")
+    if unmet and names:
+        pattern = next(iter(unmet))
+        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0)
+        raise ConfigError(f"data.heldout: {pattern!r} matches no document; the closest names: {', '.join(close)}")
     rest = sorted((family for family in families if family not in named), key=_rank)
     if families and not rest:
         raise ConfigError("data.heldout: every document is held out, nothing is left to train on")

@@ -38,6 +38,10 @@ SPECIAL_TOKENS = (
     ),
 )
 
+BYTES = 256
+LEAST_VOCAB = len(SPECIAL_TOKENS) + BYTES
+"""What a byte-level tokenizer holds before its first merge."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialIds:

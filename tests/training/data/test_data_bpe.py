@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rorqual.errors import ConfigError, InputError
+from rorqual.errors import InputError
 from rorqual.training.data.bpe import train_tokenizer
 from rorqual.training.data.documents import Document, Turn
-from rorqual.training.data.tokens import SPECIAL_TOKENS, plain_ids, special_ids, token_id
+from rorqual.training.data.tokens import LEAST_VOCAB, SPECIAL_TOKENS, plain_ids, special_ids, token_id
 
 TEXT = "the whale, the whale's tail; 12345 whales said <｜User｜> twice\n\nthe end. " * 8
 DOCUMENTS = [
@@ -55,9 +55,11 @@ def test_same_documents_same_tokenizer() -> None:
     assert json.loads(first)["model"]["merges"]
 
 
-def test_too_small_a_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data.vocab_size is 260, must be at least 276"):
-        train_tokenizer(DOCUMENTS, 260)
+def test_the_least_vocabulary_has_no_merge() -> None:
+    tokenizer = train_tokenizer(DOCUMENTS, LEAST_VOCAB)
+    assert tokenizer.get_vocab_size(with_added_tokens=True) == LEAST_VOCAB == 276
+    assert json.loads(tokenizer.to_str())["model"]["merges"] == []
+    assert plain_ids(tokenizer, "whale") == [token_id(tokenizer, letter) for letter in "whale"]
 
 
 def test_a_foreign_tokenizer_is_refused_by_the_token_it_lacks() -> None:

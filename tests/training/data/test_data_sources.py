@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +37,11 @@ def test_jsonl_holds_texts_and_conversations(tmp_path: Path) -> None:
     turns = (
         '[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]'
     )
-    path.write_text('{"text": "a\u2028b", "id": 7}\n\n{"text": ""}\n{"messages": ' + turns + "}")
-    text, chat = read(path)
+    path.write_text('{"text": "a\u2028b", "id": 7}\n\n{"text": ""}\n{"messages": ' + turns + '}\n{"text": " "}')
+    text, chat, blank = read(path)
     assert (text.name, text.text, text.kind) == ("mixed.jsonl:1", "a\u2028b", "text")
     assert (chat.name, chat.kind, chat.characters) == ("mixed.jsonl:4", "chat", 2)
+    assert (blank.name, blank.text) == ("mixed.jsonl:5", " ")
     assert chat.turns == (Turn("system", "s"), Turn("user", "q"), Turn("assistant", ""))
 
 
@@ -50,6 +54,74 @@ def test_a_name_met_again_stays_in_its_group(tmp_path: Path) -> None:
     assert {d.family for d in documents} == {"same.txt"}
 
 
+def test_a_file_met_again_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "books" / "sub").mkdir(parents=True)
+    (tmp_path / "books" / "one.txt").write_text("one")
+    (tmp_path / "books" / "sub" / "two.txt").write_text("two")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "books" / "one.txt")
+    (tmp_path / "way").symlink_to(tmp_path / "books")
+    books, sub = tmp_path / "books", tmp_path / "books" / "sub"
+    assert [d.name for d in read(books, sub, sub / "two.txt", tmp_path / "link.txt")] == ["one.txt", "sub/two.txt"]
+    assert [d.name for d in read(sub, books, tmp_path / "way")] == ["two.txt", "one.txt"]
+    assert Files([books, sub]).fingerprint() == Files([books]).fingerprint()
+
+
+def test_links_to_files_are_read_and_links_to_folders_are_not(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a")
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "folder").symlink_to(tmp_path / "elsewhere")
+    (given / "folder.txt").symlink_to(tmp_path / "elsewhere")
+    (given / "nowhere.txt").symlink_to(tmp_path / "missing")
+    (given / "file.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
+    assert [d.name for d in read(given)] == ["file.txt"]
+    assert [d.name for d in read(given / "folder")] == ["a.txt"], "given by itself it is followed"
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, owner: Any, function: str, refused: Path) -> None:
+    """The function refuses one path, as it would to whom its permissions shut out (they shut out no superuser)."""
+    real = getattr(owner, function)
+
+    def guarded(path: Any, *more: Any, **options: Any) -> Any:
+        if os.fspath(path) == os.fspath(refused):
+            raise OSError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(owner, function, guarded)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep" / "shut").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("a")
+    refusing(monkeypatch, os, "scandir", tmp_path / "deep" / "shut")
+    with pytest.raises(InputError, match=r"^data: .*deep/shut cannot be read \(Permission denied\)$"):
+        Files([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["b.txt", "b.jsonl"])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("a.txt", name):
+        (tmp_path / text).write_text("{}")
+    files = Files([tmp_path])
+    with monkeypatch.context() as patch:
+        refusing(patch, Path, "open", tmp_path / name)
+        for ask in (lambda: list(files.documents()), files.fingerprint):
+            with pytest.raises(InputError, match=rf"^data: .*{name} cannot be read \(Permission denied\)$"):
+                ask()
+    refusing(monkeypatch, Path, "stat", tmp_path / name)
+    with pytest.raises(InputError, match=rf"^data: .*{name} cannot be read \(Permission denied\)$"):
+        Files([tmp_path])
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text("a")
+    for given in (path, tmp_path):
+        with pytest.raises(InputError, match=r"the name of the file b'.*caf\\xe9\.txt' is not UTF-8"):
+            Files([given])
+
+
 BAD_LINES = {
     "not JSON": ("{'text': 1}", "line 2: not JSON"),
     "no object": ("[1]", 'line 2: must be {"text"'),
@@ -60,6 +132,8 @@ BAD_LINES = {
     "a turn of another type": ('{"messages": ["hi"]}', "line 2: messages[0] must be"),
     "unknown role": ('{"messages": [{"role": "bot", "content": "a"}]}', "role is 'bot', must be one of system, user"),
     "no content": ('{"messages": [{"role": "user"}]}', "messages[0].content must be a string, got NoneType"),
+    "an endless integer": ('{"text": "a", "id": ' + "9" * 5000 + "}", "line 2: an integer of more than 4300 digits"),
+    "nested too deep": ("[" * 100_000, "line 2: JSON nested too deep"),
     "half a surrogate": ('{"text": "\\ud800"}', "half a surrogate"),
 }
 
@@ -76,7 +150,12 @@ def test_a_bad_line_is_named(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"), [(b"a\0b", "zero byte at offset 1"), (b"ab\xff", "byte 0xff at offset 2")]
+    ("data", "message"),
+    [
+        (b"a\0b", "zero byte at offset 1"),
+        (b"ab\xff", "byte 0xff at offset 2"),
+        (b"\xef\xbb\xbfab\xff", "byte 0xff at offset 5"),
+    ],
 )
 def test_what_is_no_text_is_named(data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "binary.txt"
