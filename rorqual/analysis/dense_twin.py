@@ -140,7 +140,7 @@ class DenseTwin:
         return list(torch.cat(losses).split([len(sequence.ids) for sequence in batch]))
 
     @torch.no_grad()
-    def next_logits(self, ids: Tensor) -> Tensor:
+    def next_logits(self, ids: Tensor, phase: Phase) -> Tensor:
         """fp32 [V] after the last of ids int64 [n]."""
         sequence = Packed(ids=ids, targets=torch.full_like(ids, IGNORE), starts=(0,), number=0)
         return self._logits(self._hidden([sequence])[-1:])[0].float()

@@ -6,6 +6,7 @@
 The text is that of plain greedy decoding, to the bit, because a row's bits do not depend on its neighbours.
 A small model's own greedy text soon runs in circles, which flatters a draft; `follow` measures on given text instead:
 the next token is the text's, and what counts is how far the draft agrees with the backbone's choices after it.
+Nothing that is said after EOS counts, and of a text that a budget ends nothing past the budget.
 """
 
 from __future__ import annotations
@@ -25,29 +26,33 @@ from rorqual.model.transformer import Transformer
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """accepted[i]: verifications that kept draft i (and all before it)."""
+    """accepted[i]: verifications that kept draft i (and all before it). emitted: tokens that verifications gave; the
+    first of a text is not among them, the prefill gives it."""
 
     verifications: int = 0
     accepted: list[int] = field(default_factory=list)
+    emitted: int = 0
 
-    def add(self, kept: int, block: int) -> None:
-        """One verification of `block` drafts, the first `kept` of them accepted."""
+    def add(self, kept: int, block: int, emitted: int) -> None:
+        """One verification of `block` drafts, the first `kept` of them accepted, that gave `emitted` tokens."""
         self.accepted += [0] * (block - len(self.accepted))
         self.verifications += 1
+        self.emitted += emitted
         for i in range(kept):
             self.accepted[i] += 1
 
-    def merge(self, verifications: int, accepted: Seq[int]) -> None:
+    def merge(self, verifications: int, accepted: Seq[int], emitted: int) -> None:
         """Add another tally's counts."""
         self.accepted += [0] * (len(accepted) - len(self.accepted))
         self.verifications += verifications
+        self.emitted += emitted
         for i, count in enumerate(accepted):
             self.accepted[i] += count
 
     @property
     def tokens_a_verification(self) -> float:
-        """Accepted drafts and the bonus token; plain decoding has 1."""
-        return 1 + sum(self.accepted) / max(1, self.verifications)
+        """Accepted drafts and the bonus token, as far as they were emitted; plain decoding has 1. 0 of nothing."""
+        return self.emitted / max(1, self.verifications)
 
     @property
     def by_position(self) -> list[float]:
@@ -76,11 +81,23 @@ class Block:
     drafts: Tensor
     choices: Tensor
     output: SequenceOutput
+    eos: int
 
     @property
     def agreeing(self) -> int:
         """Drafts before the first one that is not the backbone's choice."""
         return int((self.drafts == self.choices[:-1]).long().cumprod(0).sum())
+
+    @property
+    def new(self) -> list[int]:
+        """The tokens that it gives: drafts that agree and the bonus, none after EOS, which a draft may have been."""
+        found: list[int] = self.choices[: self.agreeing + 1].tolist()
+        return found[: found.index(self.eos) + 1] if self.eos in found else found
+
+    @property
+    def kept(self) -> int:
+        """Drafts among them."""
+        return min(self.agreeing, len(self.new))
 
 
 class Drafting:
@@ -110,7 +127,8 @@ class Drafting:
         drafts = propose([self.sequence], following, lambda logits_BV, _i: logits_BV.argmax(-1)).ids_Bg[0]
         output = self.sequence.append(torch.cat((following, drafts)), logits_from=0)
         assert output.logits is not None
-        return Block(drafts=drafts, choices=output.logits.argmax(-1), output=output)
+        choices, eos = output.logits.argmax(-1), self.sequence.model.config.eos_token_id
+        return Block(drafts=drafts, choices=choices, output=output, eos=eos)
 
     def settle(self, block: Block, kept: int) -> None:
         """Keep the first so many rows of the block, the next token's included, and forget the rest."""
@@ -130,15 +148,10 @@ def speculate(
     eos, found = model.config.eos_token_id, Drafted([drafting.first], Tally())
     while len(found.ids) < max_tokens and found.ids[-1] != eos:
         block = drafting.verify(found.ids[-1])
-        new = block.choices[: block.agreeing + 1].tolist()
-        if eos in new:
-            # Whatever a draft says after the end is neither kept nor counted.
-            new = new[: new.index(eos) + 1]
-        kept = min(block.agreeing, len(new))
-        drafting.settle(block, 1 + kept)
-        found.tally.add(kept, len(block.drafts))
-        found.ids += new
-    del found.ids[max_tokens:]
+        drafting.settle(block, 1 + block.kept)
+        emitted = block.new[: max_tokens - len(found.ids)]
+        found.tally.add(block.kept, len(block.drafts), len(emitted))
+        found.ids += emitted
     return found
 
 
@@ -151,7 +164,7 @@ def follow(model: Transformer, prompt: Tensor, text: Tensor, *, prefill: str = "
     drafting, tally = Drafting(model, prompt, len(text), prefill, chunk), Tally()
     for token in text.tolist():
         block = drafting.verify(token)
-        tally.add(block.agreeing, len(block.drafts))
+        tally.add(block.kept, len(block.drafts), len(block.new))
         drafting.settle(block, 1)
     return tally
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from rorqual.analysis.kneser_ney import KneserNey, summary
+from rorqual.analysis.means import mean_and_error
 from rorqual.analysis.position_plot import draw_positions, require_matplotlib
 from rorqual.analysis.positions import (
     BLOCK,
@@ -55,8 +56,8 @@ class Corpus(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguagePlan:
     """books: names (shell patterns) of the held-out texts that the bars are on; all where none matches. order: of the
-    n-grams. length: tokens that the model reads of a document at once. windows: for loss by position, at most. chunk:
-    of the engine's prefill."""
+    n-grams. length: tokens that the model reads of a document at once. windows: for loss by position, at most, spread
+    over the texts. chunk: of the engine's prefill."""
 
     books: tuple[str, ...] = ("bbe/*", "web/*")
     order: int = 5
@@ -84,14 +85,19 @@ def language_report(
     plan: LanguagePlan | None = None,
     *,
     twin: Score | None = None,
+    trained: Mapping[str, Any] | None = None,
     plot: Path | None = None,
     note: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Everything, with its bars, as plain numbers for JSON; "positions" if a held-out text is as long as `length`.
+    """Everything, with its bars, as plain numbers for JSON.
+
+    "positions" is over the judged books, "positions_all_texts" over every held-out text where there are others; each if
+    one of its texts is as long as `length`.
 
     Args:
-        twin: the dense twin's losses (`by_learner(load_twin(...), Phase())`); without it the comparison is left out.
-        plot: where the figure of loss by position goes.
+        twin: the dense twin's losses (`by_learner(twin.learner, Phase())`); without it the comparison is left out.
+        trained: what "against_twin" says of the twin's training (`TrainedTwin.trained`).
+        plot: where the figure of loss by position goes: of the judged books, or of all texts where no book is as long.
         note: told what is being done.
 
     Raises:
@@ -118,10 +124,8 @@ def language_report(
         "against_kneser_ney": against_counts(books),
     }
     if twin is not None:
-        report["against_twin"] = against_twin(books)
-    if any(len(document.ids) > plan.length for document in held if document.kind == TEXT):
-        note("loss by position")
-        report["positions"] = _positions(model, held, plan, plot)
+        report["against_twin"] = against_twin(books) | dict(trained or {})
+    report |= _positions(model, books, groups[TEXT], plan, plot, note)
     report |= text_quality(model, _all_documents(corpus), plan.sampling, note)
     return report
 
@@ -167,13 +171,12 @@ def judged(held: Sequence[Held], patterns: Sequence[str]) -> list[Held]:
 def against_twin(documents: Sequence[Held]) -> dict[str, Any]:
     """Nats a token above the twin; standard error over blocks of neighbouring tokens."""
     gaps = [document.nats["model"] - document.nats["twin"] for document in documents]
-    blocks = np.array([block.mean() for gap in gaps for block in np.split(gap, range(BLOCK, len(gap), BLOCK))])
+    _, error = mean_and_error([part.mean() for gap in gaps for part in np.split(gap, range(BLOCK, len(gap), BLOCK))])
     every = np.concatenate(gaps)
-    error = float(blocks.std(ddof=1) / math.sqrt(len(blocks))) if len(blocks) > 1 else math.inf
     gap = float(every.mean())
     return {
         "nats_a_token": gap,
-        "standard_error": error if math.isfinite(error) else None,
+        "standard_error": error,
         "tokens": len(every),
         "at_most": TWIN_AT_MOST,
         "reached": gap <= TWIN_AT_MOST,
@@ -220,14 +223,29 @@ def against_counts(documents: Sequence[Held]) -> dict[str, Any]:
     return {"ratio": ratios, "at_most": KNESER_NEY_AT_MOST, "reached": max(ratios.values()) <= KNESER_NEY_AT_MOST}
 
 
-def _positions(model: Transformer, held: Sequence[Held], plan: LanguagePlan, plot: Path | None) -> dict[str, Any]:
-    documents = [document.ids for document in held if document.kind == TEXT]
-    score = by_engine(model, chunk=plan.chunk)
-    scores = position_losses(score, documents, model.config.bos_token_id, length=plan.length, limit=plan.windows)
+def _positions(
+    model: Transformer,
+    books: Sequence[Held],
+    texts: Sequence[Held],
+    plan: LanguagePlan,
+    plot: Path | None,
+    note: Progress,
+) -> dict[str, Any]:
+    """Loss by position over the judged books and, where they are more, over all texts; the figure is of the first."""
+    score, bos = by_engine(model, chunk=plan.chunk), model.config.bos_token_id
     bounds = model_bounds(model.config, chunk=plan.chunk, length=plan.length)
-    if plot is not None:
-        draw_positions(scores, bounds, plot)
-    return position_report(scores, bounds)
+    groups = {"positions": books} | ({"positions_all_texts": texts} if len(texts) > len(books) else {})
+    found: dict[str, Any] = {}
+    for name, documents in groups.items():
+        if not any(len(document.ids) > plan.length for document in documents):
+            continue
+        note(f"{name.replace('_', ' ')}: loss by position")
+        ids = [document.ids for document in documents]
+        scores = position_losses(score, ids, bos, length=plan.length, limit=plan.windows)
+        if plot is not None and not found:
+            draw_positions(scores, bounds, plot)
+        found[name] = position_report(scores, bounds)
+    return found
 
 
 def _all_documents(corpus: Corpus) -> Iterator[tuple[str, str, str, Tensor]]:

@@ -3,6 +3,10 @@
 Every long document is read in windows of one length whose starts lie a stride apart, each after a begin token, as are
 the pieces of documents that training packs. So one token is met at many positions, and positions can be compared on the
 very same tokens: most of the noise, which is what the text happens to say there, cancels.
+
+The stride is far below the length, so windows of one document overlap and are no independent samples. Standard errors
+over windows are right where what is taken of each lies within a stride (around a bound), and too small over the wide
+buckets and in the figure's right half.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from rorqual.analysis.means import mean_and_error
 from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt, new_cache
 from rorqual.engine.sequence import Sequence as Running
@@ -44,6 +49,8 @@ FEW = 16
 """Windows below which matched tokens say less than plain ones."""
 STEP_NATS = 0.01
 """A step smaller than this is none, however sure."""
+UNSURE_NATS = 0.1
+"""Three standard errors above this could hide a step that matters: not finding one decides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,7 +101,7 @@ def without_begin(ids: Tensor, bos: int) -> Tensor:
 
 def with_begin(ids: Tensor, bos: int) -> Tensor:
     """A piece of a document as training and use present it."""
-    return torch.cat((ids.new_tensor([bos]), ids))
+    return torch.cat((ids.new_full((1,), bos), ids))
 
 
 def position_losses(
@@ -106,34 +113,31 @@ def position_losses(
     stride: int | None = None,
     limit: int | None = None,
 ) -> PositionLosses:
-    """Losses in all windows of documents of `length` tokens or more, the first `limit` of them.
+    """Losses in all windows of documents of `length` tokens or more, or in `limit` of them.
 
     documents: int64 [n] each, with their begin token `bos` or without.
     stride: tokens from one window's start to the next one's; None: `STRIDE` of the length.
+    limit: shared out evenly among the documents, as far as each has windows. Each gives its first: neighbours overlap,
+        so that tokens are still met at several positions.
 
     Raises:
         InputError: no document is long enough.
     """
     stride = stride or max(1, round(STRIDE * length))
-    losses: list[Floats] = []
-    tokens: list[NDArray[np.int64]] = []
-    base = 0
-    for ids in documents:
-        body = without_begin(ids, bos)
-        for start in range(0, len(body) - length + 1, stride):
-            if limit is not None and len(losses) == limit:
-                break
-            piece = with_begin(body[start : start + length], bos)
-            losses.append(score(piece).double().cpu().numpy())
-            tokens.append(base + start + np.arange(length))
-        base += len(body)
-    if not losses:
+    bodies = [without_begin(ids, bos) for ids in documents]
+    places = [(i, start) for i, body in enumerate(bodies) for start in range(0, len(body) - length + 1, stride)]
+    if not places:
         raise InputError(f"documents: none has {length} tokens")
+    # By start, a round takes one window of every document that has any left.
+    chosen = sorted(sorted(places, key=lambda place: place[1])[:limit])
+    bases = np.cumsum([0, *map(len, bodies)])
+    losses = [score(with_begin(bodies[i][start : start + length], bos)).double().cpu().numpy() for i, start in chosen]
+    tokens = [bases[i] + start + np.arange(length) for i, start in chosen]
     return PositionLosses(losses=np.stack(losses), tokens=np.stack(tokens))
 
 
 def bucket_losses(scores: PositionLosses, edges: Sequence[int] = BUCKETS) -> list[dict[str, Any]]:
-    """Mean loss at positions [start, end) of each bucket, standard error over windows."""
+    """Mean loss at positions [start, end) of each bucket, standard error over windows as if they did not overlap."""
     edges = [*(edge for edge in edges if edge < scores.length), scores.length]
     return [
         {"start": start, "end": end, **_mean(scores.losses[:, start:end].mean(1))} for start, end in pairwise(edges)
@@ -197,8 +201,12 @@ def step_at(scores: PositionLosses, bound: int, matched: Floats | None = None) -
     """By how much the loss jumps at `bound`: 32 positions after less 32 before, less what the trend around explains.
 
     With m1..m4 the means of four neighbouring runs of 32, the bound in the middle, it is (m3 - m2) less the mean of
-    (m2 - m1) and (m4 - m3): 0 for any parabola. Standard error over windows. Runs are at most
-    a quarter of the way to the start, where the loss falls too steeply for that.
+    (m2 - m1) and (m4 - m3): 0 for any parabola. Runs are at most a quarter of the way to the start, where the loss
+    falls too steeply for that. Standard error over windows; at the stride of `position_losses` the 128 positions around
+    a bound are other text in each, though what is subtracted as a token's late loss comes from windows that overlap.
+
+    "none": False of a step beyond 3 standard errors and `STEP_NATS`; else True, or None (undecided) where 3 standard
+    errors are more than `UNSURE_NATS` or there is a single window.
 
     matched: `residuals` of the scores, computed when not given.
     """
@@ -213,6 +221,11 @@ def step_at(scores: PositionLosses, bound: int, matched: Floats | None = None) -
     m1, m2, m3, m4 = rows.reshape(len(rows), 4, half).mean(2).T
     found = _mean((m3 - m2) - ((m2 - m1) + (m4 - m3)) / 2)
     step, error = found["mean"], found["standard_error"]
+    none: bool | None = None
+    if error is not None and abs(step) > max(3 * error, STEP_NATS):
+        none = False
+    elif error is not None and 3 * error <= UNSURE_NATS:
+        none = True
     return {
         "bound": bound,
         "half": half,
@@ -220,7 +233,7 @@ def step_at(scores: PositionLosses, bound: int, matched: Floats | None = None) -
         "content_matched": content_matched,
         "step": step,
         "standard_error": error,
-        "none": bool(abs(step) <= max(3 * (error or 0.0), STEP_NATS)),
+        "none": none,
     }
 
 
@@ -236,27 +249,32 @@ def model_bounds(config: ModelConfig, *, chunk: int = 512, length: int = LENGTH)
     if config.candidate_source_layer_id >= 0:
         ratio = config.roles[config.candidate_source_layer_id].ratio
         bounds["candidates"] = config.candidate_topk_blocks * config.candidate_block_size * ratio
-    for n in (1, 2, 3):
-        bounds[f"chunk {n}"] = n * chunk
+    for n, bound in enumerate(range(chunk, length, chunk), 1):
+        bounds[f"chunk {n}"] = bound
     return {name: bound for name, bound in bounds.items() if 4 <= bound <= length - 4}
 
 
 def position_report(scores: PositionLosses, bounds: Mapping[str, int]) -> dict[str, Any]:
-    """Buckets, the late-against-early comparison, and the step at each bound; plain numbers for JSON."""
+    """Buckets, the late-against-early comparison, and the step at each bound; plain numbers for JSON.
+
+    "no_step": False where there is a step at a bound, None where none is found and some bound is undecided.
+    """
     matched = residuals(scores)
     steps = {name: step_at(scores, bound, matched) for name, bound in bounds.items()}
+    verdicts = [step["none"] for step in steps.values()]
     return {
         "length": scores.length,
         "windows": len(scores.losses),
         "buckets": bucket_losses(scores),
         "late_against_early": paired_change(scores),
         "steps": steps,
-        "no_step": all(step["none"] for step in steps.values()),
+        "no_step": None if None in verdicts and False not in verdicts else all(verdicts),
     }
 
 
 def curve(rows: Floats, width: int = HALF) -> tuple[Floats, Floats, Floats]:
-    """(middle, mean, standard error) of runs of `width` positions over windows, NaNs left out."""
+    """(middle, mean, standard error) of runs of `width` positions over windows, NaNs left out; the error as if windows
+    did not overlap."""
     runs = rows.shape[1] // width
     cut = rows[:, : runs * width].reshape(len(rows), runs, width)
     known = np.asarray(~np.isnan(cut).any(axis=2))
@@ -270,7 +288,5 @@ def curve(rows: Floats, width: int = HALF) -> tuple[Floats, Floats, Floats]:
 
 
 def _mean(samples: Floats) -> dict[str, Any]:
-    """Mean and its standard error, None of a single sample."""
-    n = len(samples)
-    error = float(samples.std(ddof=1) / np.sqrt(n)) if n > 1 else None
-    return {"mean": float(samples.mean()), "standard_error": error}
+    mean, error = mean_and_error(samples)
+    return {"mean": mean, "standard_error": error}

@@ -6,15 +6,16 @@ by prompt. Losses are teacher-forced nats a token of the tokens after prompts of
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rorqual.analysis.drafts import follow, plain_greedy, speculate
+from rorqual.analysis.fingerprint import fingerprint
 from rorqual.analysis.quality_pass import window_losses
 from rorqual.analysis.quality_report import (
+    ALL,
     JsonRow,
     difference,
     draft_row,
@@ -44,7 +45,7 @@ DRAFT_STEP_TOKENS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """prompts: windows, each with a prompt of every length.
+    """lengths: tokens of the prompts, the begin token included. prompts: windows, each with a prompt of every length.
     drafts: prompts whose continuation is drafted, `draft_tokens` each, after the shortest length. scored: tokens whose
     loss is taken after a prompt."""
 
@@ -111,7 +112,14 @@ def run_quality(
             f"lengths: {settings.lengths[-1]:,} tokens and the {settings.scored} after them are past the model's "
             f"{config.max_position_embeddings:,} positions"
         )
-    windows = cut_windows(documents, settings.window, settings.prompts, scored=settings.scored, seed=settings.seed)
+    windows = cut_windows(
+        documents,
+        settings.window,
+        settings.prompts,
+        scored=settings.scored,
+        bos=config.bos_token_id,
+        seed=settings.seed,
+    )
     study = Study(folder, plain, config, windows, settings, out)
     study.measure(progress)
     return study.document()
@@ -134,6 +142,7 @@ class Study:
             "draft_tokens": settings.draft_tokens,
             "chunk": settings.chunk,
             "numerics": settings.numerics,
+            "kernels": settings.kernels,
             "page_tokens": settings.page_tokens,
         }
         self.store = Store(out, self.identity)
@@ -220,10 +229,7 @@ class Study:
         row = {"tokens": len(own.ids), "repeated": repeated(own.ids)}
         if window == 0:
             row["as_plain_decoding"] = own.ids == plain_greedy(model, prompt, count, chunk=chunk)
-        return {
-            (OWN_TEXT, window): {"verifications": own.tally.verifications, "accepted": own.tally.accepted, **row},
-            (GIVEN_TEXT, window): {"verifications": given.verifications, "accepted": given.accepted},
-        }
+        return {(OWN_TEXT, window): {**asdict(own.tally), **row}, (GIVEN_TEXT, window): asdict(given)}
 
     def document(self) -> JsonRow:
         """What the store holds, as means, differences and verdicts."""
@@ -238,6 +244,8 @@ class Study:
             "scored": settings.scored,
             "chunk": settings.chunk,
             "numerics": settings.numerics,
+            "kernels": settings.kernels,
+            "prompts": {str(n): len(windows) for n in settings.lengths} | {ALL: len(windows) * len(settings.lengths)},
             "windows": {
                 "count": len(windows),
                 "tokens": settings.window,
@@ -263,10 +271,9 @@ class Study:
             "prompts": len(own),
             "tokens": sum(row["tokens"] for row in own.values()),
             "repeated": sum(row["repeated"] for row in own.values()) / len(own),
-            "as_plain_decoding": all(row.get("as_plain_decoding", True) for row in own.values()),
         }
         return [
-            draft_row(OWN_TEXT, merged(own), bar=True, extra=extra),
+            draft_row(OWN_TEXT, merged(own), bar=True, as_plain=own[0]["as_plain_decoding"], extra=extra),
             draft_row(GIVEN_TEXT, merged(given), bar=False, extra={"prompts": len(given)}),
         ]
 
@@ -279,10 +286,10 @@ class Study:
         ]
         if len(windows) < settings.prompts:
             found.append(f"The texts hold {len(windows)} windows of the {settings.prompts} asked for.")
-        if windows.stride < settings.window:
+        if windows.stride < settings.window - 1:
             found.append(
                 f"Windows begin {windows.stride:,} tokens apart and overlap; what is scored after prompts of one length"
-                " does not."
+                " does not. Standard errors, taken as if windows were independent, are somewhat too small."
             )
         if windows.short:
             found.append(f"{windows.short} documents are shorter than a window of {settings.window:,} tokens.")
@@ -296,18 +303,3 @@ class Study:
                 "such circles flatter a draft, held-out text does not."
             )
         return found
-
-
-def fingerprint(folder: Path, name: str) -> str:
-    """sha256 of everything that decides what a checkpoint computes: config, weights, tokenizer. name: of the option.
-
-    Raises:
-        InputError: not a folder.
-    """
-    if not folder.is_dir():
-        raise InputError(f"{name}: {folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
-    total = hashlib.sha256(ModelConfig.from_json(folder).fingerprint().encode())
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]):
-        with file.open("rb") as stream:
-            total.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
-    return total.hexdigest()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rorqual.analysis.drafts import Tally
+from rorqual.analysis.means import mean_and_error
 from rorqual.analysis.quality_variants import Comparison, Variant
 
 JsonRow = dict[str, Any]
@@ -15,20 +16,25 @@ JsonRow = dict[str, Any]
 ALL = "all"
 DRAFT_TOKENS = 2.0
 """Tokens a verification that greedy drafts are to reach, the bonus included."""
+VERDICTS: Mapping[bool | None, str] = MappingProxyType({True: "reached", False: "MISSED", None: "not measured"})
+AS_PLAIN: Mapping[bool | None, str] = MappingProxyType({True: "yes", False: "NO", None: ""})
 
 
 def summary(values: Sequence[float]) -> JsonRow:
     """Mean, its standard error (None of a single value), count; all None of nothing."""
     if not values:
         return {"mean": None, "se": None, "prompts": 0}
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "se": error, "prompts": len(values)}
+    mean, error = mean_and_error(values)
+    return {"mean": mean, "se": error, "prompts": len(values)}
 
 
 def by_length(rows: Sequence[Sequence[float | None]], lengths: Sequence[int]) -> JsonRow:
     """Summaries by prompt length, and over all: there a window counts once, as the mean of its prompts.
 
-    The prompts of a window overlap, so that their errors are not independent; windows' are.
+    The prompts of a window are prefixes of each other, so they are not independent. Windows are not quite either where
+    the stride is below their length: after prompts of one length no token is scored twice, but neighbours share most of
+    what precedes, and what one scores after its longest prompt another may after a shorter. So standard errors, taken
+    as if windows were independent, are somewhat too small there.
     """
     found = {
         str(length): summary([row[i] for row in rows if row[i] is not None])  # type: ignore[misc]
@@ -43,7 +49,7 @@ def by_length(rows: Sequence[Sequence[float | None]], lengths: Sequence[int]) ->
 def difference(
     losses: Mapping[str, Mapping[int, Sequence[float | None]]], one: Comparison, lengths: Sequence[int]
 ) -> JsonRow:
-    """`variant` - `against` over the prompts that both have, as JSON."""
+    """`variant` - `against` over the prompts that both have, as JSON; "reached" is None of a bar over no prompt."""
     ours, theirs = losses[one.variant], losses[one.against]
     rows = [
         [None if a is None or b is None else a - b for a, b in zip(ours[w], theirs[w], strict=True)]
@@ -53,20 +59,19 @@ def difference(
     found: JsonRow = {"variant": one.variant, "against": one.against, "nats": by_length(rows, lengths)}
     found["largest"] = max((abs(value) for row in rows for value in row if value is not None), default=None)
     if one.at_most is not None:
+        measured = [part for part in found["nats"].values() if part["prompts"]]
         found["bar"] = {
             "at_most": one.at_most,
             "either_way": one.both,
-            "reached": all(_within(s, one) for s in found["nats"].values()),
+            "reached": all(_within(part, one) for part in measured) if measured else None,
         }
     return found
 
 
 def _within(found: Mapping[str, Any], one: Comparison) -> bool:
     assert one.at_most is not None
-    mean, error = found["mean"], found["se"]
-    if mean is None:
-        return True
-    return bool((abs(mean) if one.both else mean) <= one.at_most + 2 * (error or 0.0))
+    mean = abs(found["mean"]) if one.both else found["mean"]
+    return bool(mean <= one.at_most + 2 * (found["se"] or 0.0))
 
 
 def variant_row(
@@ -89,19 +94,26 @@ def variant_row(
     }
 
 
-def draft_row(name: str, tally: Tally, *, bar: bool, extra: Mapping[str, Any]) -> JsonRow:
-    """One way to measure drafts as JSON."""
-    value = tally.tokens_a_verification
+def draft_row(
+    name: str, tally: Tally, *, bar: bool, as_plain: bool | None = None, extra: Mapping[str, Any] | None = None
+) -> JsonRow:
+    """One way to measure drafts as JSON.
+
+    as_plain: whether the first prompt's text was that of plain decoding, None where it was not compared. Where it was
+        not, the bar is missed, however many tokens a verification yields.
+    """
     row: JsonRow = {
         "name": name,
         "verifications": tally.verifications,
-        "tokens_a_verification": value,
+        "tokens_a_verification": tally.tokens_a_verification,
         "accepted_by_position": tally.by_position,
         "accepted_after_accepted": tally.conditional,
-        **extra,
+        "first_prompt_as_plain_decoding": as_plain,
+        **(extra or {}),
     }
     if bar:
-        row["bar"] = {"at_least": DRAFT_TOKENS, "reached": value >= DRAFT_TOKENS}
+        enough = tally.tokens_a_verification >= DRAFT_TOKENS if tally.verifications else None
+        row["bar"] = {"at_least": DRAFT_TOKENS, "reached": False if as_plain is False else enough}
     return row
 
 
@@ -131,7 +143,7 @@ def figure(found: Mapping[str, Any], sign: bool = False) -> str:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """`<= 0.01 + 2 se: reached`, or nothing."""
+    """`<= 0.01 + 2 se: reached`, MISSED or not measured; nothing where there is no bar."""
     bar = row.get("bar")
     if bar is None:
         return ""
@@ -139,7 +151,7 @@ def verdict(row: Mapping[str, Any]) -> str:
         text = f">= {bar['at_least']:g}"
     else:
         text = f"{'+-' if bar['either_way'] else '<='} {bar['at_most']:g} + 2 se"
-    return f"{text}: {'reached' if bar['reached'] else 'MISSED'}"
+    return f"{text}: {VERDICTS[bar['reached']]}"
 
 
 def tables(document: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -166,11 +178,19 @@ def tables(document: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], list
                 f"{row['tokens_a_verification']:.2f}",
                 f"{row['verifications']:,}",
                 " ".join(f"{share:.2f}" for share in row["accepted_by_position"]),
+                AS_PLAIN[row["first_prompt_as_plain_decoding"]],
                 verdict(row),
             )
             for row in document["drafts"]
         ]
-        columns = ("drafts, greedy", "tokens a verification", "verifications", "kept by position", "bar")
+        columns = (
+            "drafts, greedy",
+            "tokens a verification",
+            "verifications",
+            "kept by position",
+            "first prompt as plain decoding",
+            "bar",
+        )
         found.append(("", columns, rows))
     return found
 
@@ -180,8 +200,9 @@ def log_text(document: Mapping[str, Any]) -> str:
     lines = [
         f"## {document['date'][:10]}: quality of {document['model']['name']}",
         "",
-        f"- `{document['command']}`: {document['windows']['count']:,} windows, seed {document['seed']}, "
-        f"{document['numerics']} numerics, {document['seconds'] / 60:.0f} minutes.",
+        f"- `{document['command']}`: {document['windows']['count']:,} windows, {document['prompts'][ALL]:,} prompts "
+        f"(one of every length a window), seed {document['seed']}, {document['numerics']} numerics, "
+        f"{document['kernels']} kernels, {document['seconds'] / 60:.0f} minutes.",
         *(f"- {note}" for note in document["notes"]),
     ]
     for title, columns, rows in tables(document):
@@ -198,5 +219,5 @@ def merged(rows: Mapping[int, JsonRow]) -> Tally:
     """The tally of every prompt together."""
     tally = Tally()
     for row in rows.values():
-        tally.merge(row["verifications"], row["accepted"])
+        tally.merge(row["verifications"], row["accepted"], row["emitted"])
     return tally

@@ -1,7 +1,8 @@
 """The texts that a quality study is paired on: windows of held-out documents, each holding a prompt of every length.
 
 A window is as long as the longest prompt and the tokens scored after it; the prompts of a window are its prefixes, so
-one pass gives them all.
+one pass gives them all. Every window begins with the begin token, wherever in a document it is cut: training has it at
+position 0 always.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rorqual.analysis.positions import with_begin, without_begin
 from rorqual.errors import InputError
 
 # P windows, L tokens of a window
@@ -20,7 +22,7 @@ from rorqual.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """ids int64 [n] of one text."""
+    """ids int64 [n] of one text, with its begin token or without."""
 
     name: str
     ids: Tensor
@@ -28,10 +30,11 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """ids int64 [P, L], in random order: the first so many are a sample of all.
+    """ids int64 [P, L], the begin token first, in random order: the first so many are a sample of all.
 
-    sources: document and first token of each. stride: tokens between neighbours of one document; below L they overlap,
-    but the tokens scored after prompts of one length never do. short: documents with no room for a window.
+    sources: document of each, and which token of its text (0: the first after a begin token) follows the begin token.
+    stride: tokens between neighbours of one document; below L - 1 they overlap, but the tokens scored after prompts of
+    one length never do. short: documents with no room for a window.
     """
 
     ids: Tensor
@@ -47,8 +50,11 @@ class Windows:
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
 
 
-def cut_windows(documents: Sequence[Document], length: int, count: int, *, scored: int, seed: int = 0) -> Windows:
-    """At most `count` windows of `length` tokens, spread over every document long enough.
+def cut_windows(
+    documents: Sequence[Document], length: int, count: int, *, scored: int, bos: int, seed: int = 0
+) -> Windows:
+    """At most `count` windows of `length` tokens, the begin token `bos` and `length` - 1 of a text, spread over every
+    document long enough.
 
     They keep as far apart as the text allows, at least `scored` tokens. `seed` draws which of the possible ones, and
     their order.
@@ -56,21 +62,20 @@ def cut_windows(documents: Sequence[Document], length: int, count: int, *, score
     Raises:
         InputError: no document is long enough.
     """
-    spare = [len(d.ids) - length for d in documents if len(d.ids) >= length]
+    bodies, taken = [without_begin(document.ids.to(torch.int64), bos) for document in documents], length - 1
+    spare = [len(body) - taken for body in bodies if len(body) >= taken]
     if not spare:
-        longest = max((len(d.ids) for d in documents), default=0)
+        longest = max((1 + len(body) for body in bodies), default=0)
         raise InputError(
-            f"data: no document has the {length:,} tokens of a window, the longest of {len(documents)} has {longest:,};"
-            " give longer texts or shorter --lengths"
+            f"data: no document has the {length:,} tokens of a window, the longest of {len(documents)} has {longest:,},"
+            " begin token included; give longer texts or shorter --lengths"
         )
-    stride = widest_stride(spare, count, scored, length)
-    places = [
-        (i, start) for i, document in enumerate(documents) for start in range(0, len(document.ids) - length + 1, stride)
-    ]
+    stride = widest_stride(spare, count, scored, taken)
+    places = [(i, start) for i, body in enumerate(bodies) for start in range(0, len(body) - taken + 1, stride)]
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     chosen = [places[at] for at in order]
     return Windows(
-        ids=torch.stack([documents[i].ids[start : start + length].to(torch.int64) for i, start in chosen]),
+        ids=torch.stack([with_begin(bodies[i][start : start + taken], bos) for i, start in chosen]),
         sources=tuple((documents[i].name, start) for i, start in chosen),
         stride=stride,
         short=len(documents) - len(spare),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rorqual.config import ModelConfig
 from rorqual.training.batch import Packed, micro_batches
 from rorqual.training.learner import Learner, Phase, Totals
-from rorqual.training.optim import Optimizers, clip_gradients, query_heads
+from rorqual.training.metrics import add_up
+from rorqual.training.optim import Optimizers, by_loss, clip_gradients, query_heads
+from rorqual.training.precision import gains_by_bf16, reduced_products
 from rorqual.training.recipe import Recipe
 
 AT_LEAST = 0.40
@@ -23,7 +26,7 @@ AT_LEAST = 0.40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """Seconds of one step: gradients of all its micro-batches, then clipping and the optimiser."""
+    """Seconds of one step: gradients of all micro-batches; then clipping, the optimiser and the learner's own rule."""
 
     gradients: float
     update: float
@@ -37,16 +40,27 @@ class _Contestant:
         heads = query_heads(learner.parameters, config)
         self.optimiser = Optimizers(learner.parameters, recipe.optim, heads)
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.learner.parameters.values())).device
+
     def step(self, batch: Sequence[Packed], phase: Phase) -> Taken:
+        """What the trainer does in a step, with products as the recipe has them."""
         totals = Totals(tokens=max(1, sum(sequence.trained for sequence in batch)), sequences=len(batch))
+        loads: dict[str, Tensor] = {}
         start = time.perf_counter()
         self.optimiser.zero_grad()
         for micro in micro_batches(batch, self.recipe.data.micro_tokens):
-            self.learner.loss(micro, phase, totals).total.backward()
+            with reduced_products(self.device, self.recipe.run.autocast):
+                loss = self.learner.loss(micro, phase, totals)
+                loss.total.backward()
+            add_up(loads, {name: load.detach().cpu() for name, load in loss.loads.items()})
         middle = time.perf_counter()
-        clip_gradients(self.learner.parameters, self.recipe.optim.clip)
-        # At rate 0 the work is the same and the learner stays as it was.
+        for part in by_loss(self.learner.parameters).values():
+            clip_gradients(part, self.recipe.optim.clip)
+        # At rate 0 the work is the same, and all that the optimiser has stays as it was.
         self.optimiser.step(0.0)
+        self.learner.after_step(loads)
         end = time.perf_counter()
         self.optimiser.zero_grad()
         return Taken(gradients=middle - start, update=end - middle)
@@ -63,18 +77,16 @@ def training_speed(
 ) -> dict[str, Any]:
     """Seconds and tokens a second of whole training steps; the first learner against the last.
 
-    The learners take turns, step by step, after one step each that is not counted. "ratio" is the median over turns of
-    the first's tokens a second over the last's. Peak memory is the process's so far: the last learner's uncounted step
-    comes first, so that what the first adds can be told.
+    The learners take turns, step by step, after one step each that is not counted; of their parameters only the
+    routers' biases move. "ratio" is the median over turns of the first's tokens a second over the last's.
+    "bf16_products": whether the recipe's setting, "autocast", reduced matrix products on the learners' device.
 
     batches: steps' sequences, taken in turn. config: what says which weights are query heads.
     """
     assert len(learners) > 1 and batches
     contestants = {name: _Contestant(learner, recipe, config) for name, learner in learners.items()}
-    peaks: dict[str, int] = {}
-    for name in reversed(contestants):
-        contestants[name].step(batches[0], phase)
-        peaks[name] = peak_bytes()
+    for contestant in contestants.values():
+        contestant.step(batches[0], phase)
     taken: dict[str, list[Taken]] = {name: [] for name in contestants}
     gc.collect()
     for turn in range(repeats):
@@ -93,7 +105,6 @@ def training_speed(
                 "tokens_per_s": _spread(rates[name]),
                 "gradients_s": _spread([one.gradients for one in taken[name]]),
                 "update_s": _spread([one.update for one in taken[name]]),
-                "peak_bytes_so_far": peaks[name],
             }
             for name in contestants
         },
@@ -104,14 +115,9 @@ def training_speed(
         "reached": median(ratios) >= AT_LEAST,
         "repeats": repeats,
         "tokens_a_step": tokens[0],
-        "peak_bytes": peak_bytes(),
+        "autocast": recipe.run.autocast,
+        "bf16_products": recipe.run.autocast == "auto" and gains_by_bf16(contestants[ours].device),
     }
-
-
-def peak_bytes() -> int:
-    """The most memory this process has held at once."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

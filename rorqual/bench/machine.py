@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-USED_FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vnni", "neon")
-"""The CPU features that kernels choose their path by."""
+USED_FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vnni", "amx-bf16", "neon")
+"""The CPU features that kernels choose their path by, and training its products."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rorqual.cli.app import Verb
-from rorqual.cli.output import ProgressLine, print_table
+from rorqual.cli.output import Cell, ProgressLine, print_table
 from rorqual.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def quality(
     prompts: Annotated[int, typer.Option(help="Prompts of each length.")] = PROMPTS,
     lengths: Annotated[str, typer.Option(help="Prompt tokens, ascending.")] = LENGTHS,
     drafts: Annotated[int, typer.Option(help="Prompts whose continuation is drafted.")] = DRAFTS,
-    plain: Annotated[Path | None, typer.Option(help="The same model exported unquantised, to compare with.")] = None,
+    plain: Annotated[
+        Path | None, typer.Option(help="The same model exported unquantised, to compare with; else the run's, if any.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results; a stopped study goes on there.")] = Path("quality"),
     chunk: Annotated[int, typer.Option(help="Prompt tokens a prefill step.")] = CHUNK,
     numerics: Annotated[str, typer.Option(help="fp32 or native.")] = "fp32",
@@ -58,6 +60,7 @@ def quality(
     from rorqual.bench.report import write_document
     from rorqual.checkpoint.shipped import shipped_model
     from rorqual.config import ModelConfig
+    from rorqual.training.run import MODEL, PLAIN_MODEL
 
     settings = Settings(
         lengths=counts(lengths),
@@ -69,12 +72,15 @@ def quality(
         seed=seed,
     )
     if model is None and run is not None:
-        model = run / "model"
+        model = run / MODEL
+        if plain is None and (run / PLAIN_MODEL).is_dir():
+            plain = run / PLAIN_MODEL
     folder = shipped_model() if model is None else model
     documents = texts(folder, ModelConfig.from_json(folder), data or [], ids, run)
     named = {"model": model, "data": data, "ids": ids, "run": run, "plain": plain}
     changed = {"prompts": (prompts, PROMPTS), "lengths": (lengths, LENGTHS), "drafts": (drafts, DRAFTS)}
-    changed |= {"chunk": (chunk, CHUNK), "numerics": (numerics, "fp32"), "seed": (seed, 0)}
+    changed |= {"chunk": (chunk, CHUNK), "numerics": (numerics, "fp32"), "kernels": (kernels, "auto")}
+    changed |= {"seed": (seed, 0)}
     with ProgressLine("measuring", minutes) as line:
         found = run_quality(
             folder,
@@ -96,47 +102,70 @@ def quality(
 
 
 def language(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished training run's folder.")],
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A finished training run's folder.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; else the run's, or the shipped one.")] = None,
     twin: Annotated[Path | None, typer.Option(help="The run of its dense twin, to compare with.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Without RUN: tokenizer and shards; default data beside out.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write, .json; default RUN/language.json.")] = None,
     plot: Annotated[bool, typer.Option(help="Draw the loss by position beside it (needs matplotlib).")] = True,
 ) -> None:
-    """Measure what a trained model has learned: bits a character, loss by position, its words and replies."""
+    """Measure what a trained model has learned: bits a character, loss by position, its words and replies.
+
+    Without RUN it reads what the demo's recipe trains on and holds out.
+    """
+    from rorqual.analysis.fingerprint import fingerprint
     from rorqual.analysis.language import language_report
     from rorqual.analysis.positions import by_learner
     from rorqual.analysis.quality_texts import run_data
     from rorqual.analysis.twin_run import load_twin
     from rorqual.bench.report import check_out, write_document
+    from rorqual.checkpoint.shipped import shipped_model
     from rorqual.model.load import load
+    from rorqual.training.data.prepare import TrainingData
     from rorqual.training.learner import Phase
+    from rorqual.training.recipe import Recipe
+    from rorqual.training.run import MODEL
 
-    out = run / "language.json" if out is None else out
+    if run is not None and cache is not None:
+        raise InputError("cache: a run has its own data; legal: RUN or --cache")
+    out = (Path() if run is None else run) / "language.json" if out is None else out
     check_out(out)
-    corpus = run_data(run)
-    model = load(run / "model")
-    learner = None if twin is None else load_twin(twin, model.config)
+    folder = (shipped_model() if run is None else run / MODEL) if model is None else model
+    measured = {"name": folder.name, "fingerprint": fingerprint(folder, "model")}
+    weights = load(folder)
+    if run is not None:
+        corpus = run_data(run)
+    else:
+        recipe = Recipe.load(RECIPE)
+        corpus = TrainingData.prepare(recipe, [], cache or out.parent / "data", recipe.run.seed)
+    baseline = None if twin is None else load_twin(twin, weights.config, corpus.fingerprint)
     report = language_report(
-        model,
+        weights,
         corpus,
-        twin=None if learner is None else by_learner(learner, Phase()),
+        twin=None if baseline is None else by_learner(baseline.learner, Phase()),
+        trained=None if baseline is None else baseline.trained,
         plot=out.with_suffix(".png") if plot else None,
         note=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    named = {"twin": twin}
-    command = spelled("language", named, {}, run.name)
-    document = {"what": "language", **circumstances(command), **report}
+    command = spelled("language", {"model": model, "twin": twin}, {}, *([] if run is None else [run.name]))
+    document = {"what": "language", "model": measured, **circumstances(command), **report}
     write_document(document, out)
-    print_table(("bar", "reached"), list(bars(report)), title=command)
+    rows: list[tuple[Cell, ...]] = [
+        (name, "undecided" if reached is None else reached) for name, reached in bars(report)
+    ]
+    print_table(("bar", "reached"), rows, title=command)
     print(f"{out} is written")
 
 
-def bars(report: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, bool]]:
-    """(where in the report, whether it was reached) of everything that has a bar."""
+def bars(report: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, bool | None]]:
+    """(where in the report, whether it was reached, None for undecided) of everything that has a bar."""
     for key, value in report.items():
         name = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
             yield from bars(value, name)
-        elif isinstance(value, bool) and (key.endswith("reached") or key == "no_step"):
+        elif isinstance(value, bool | None) and (key.endswith("reached") or key == "no_step"):
             yield name.removesuffix(".reached").removesuffix("_reached"), value
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rorqual.cli.output import Cell, bytes_text, print_table
+from rorqual.cli.output import Cell, ProgressLine, bytes_text, print_table
 from rorqual.errors import InputError
 
 if TYPE_CHECKING:
     from rorqual.training.data.prepare import TrainingData
     from rorqual.training.recipe import Recipe
 
-NOTE_EVERY_S = 5.0
 STAGES = (0.05, 0.3, 0.7, 0.95)
 """Of a run, where its speed is measured: phases and sequence lengths differ."""
 
@@ -60,7 +57,8 @@ def speed(
 ) -> None:
     """Time training steps of the model and of its dense twin in turns, at four stages of a recipe's run.
 
-    Writes speed.json.
+    Writes speed.json. Its "process_peak_bytes" is the most memory that this process ever held: both learners, both
+    optimisers, the texts; what one of them needs cannot be told from it.
     """
     import torch
 
@@ -68,28 +66,33 @@ def speed(
     from rorqual.analysis.twin_run import twin_learner
     from rorqual.bench.report import write_document
     from rorqual.cli.lab import circumstances, spelled
+    from rorqual.training.metrics import peak_bytes
     from rorqual.training.recipe import Recipe
     from rorqual.training.run import v41_learner
 
     if repeats < 1:
         raise InputError(f"repeats: {repeats} is not legal; legal: at least 1")
     plan = Recipe.load(recipe)
-    corpus, device, note = _corpus(plan, data, cache, out), torch.device("cpu"), _notes()
+    corpus, device = _corpus(plan, data, cache, out), torch.device("cpu")
     learners = {
         "model": v41_learner(plan, corpus.tokenizer, device),
         "twin": twin_learner(plan, corpus.tokenizer, device),
     }
     stages: dict[str, Any] = {}
-    for stage in STAGES:
-        step = int(stage * plan.run.steps)
-        note(f"step {step}")
-        batches = [corpus.batch(step + turn) for turn in range(min(repeats, plan.run.steps - step))]
-        stages[f"step {step}"] = training_speed(
-            learners, batches, plan.phase_at(step), plan, plan.model, repeats=repeats
-        )
-    command = spelled("speed", {"data": data}, {"repeats": (repeats, 5)}, recipe)
-    write_document({"what": "speed", **circumstances(command), "stages": stages}, out / "speed.json")
+    with ProgressLine("stages timed") as progress:
+        for done, stage in enumerate(STAGES):
+            progress(done, len(STAGES))
+            step = int(stage * plan.run.steps)
+            batches = [corpus.batch(step + turn) for turn in range(min(repeats, plan.run.steps - step))]
+            stages[f"step {step}"] = training_speed(
+                learners, batches, plan.phase_at(step), plan, plan.model, repeats=repeats
+            )
+        progress(len(STAGES), len(STAGES))
+    command, peak = spelled("speed", {"data": data}, {"repeats": (repeats, 5)}, recipe), peak_bytes(device)
+    document = {"what": "speed", **circumstances(command), "process_peak_bytes": peak, "stages": stages}
+    write_document(document, out / "speed.json")
     _show_speed(stages)
+    print(f"peak memory of the process, with both learners and optimisers in it: {bytes_text(peak)}")
     print(f"{out / 'speed.json'} is written")
 
 
@@ -104,26 +107,12 @@ def _corpus(recipe: Recipe, data: list[Path] | None, cache: Path | None, out: Pa
     return TrainingData.prepare(recipe, data or [], cache or out / "data", recipe.run.seed)
 
 
-def _notes() -> Callable[[str], None]:
-    """On a terminal one line that changes, elsewhere a line every few seconds; on stderr."""
-    live, shown_s = sys.stderr.isatty(), time.monotonic()
-
-    def note(what: str) -> None:
-        nonlocal shown_s
-        if live:
-            print(f"\r{what}\x1b[K", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - shown_s >= NOTE_EVERY_S:
-            print(what, file=sys.stderr, flush=True)
-            shown_s = time.monotonic()
-
-    return note
-
-
 def _show_speed(stages: Mapping[str, Any]) -> None:
     rows: list[tuple[Cell, ...]] = []
     for name, stage in stages.items():
         rates = [one["tokens_per_s"]["median"] for one in stage["learners"].values()]
         spread = f"{stage['ratio']['min']:.2f} - {stage['ratio']['max']:.2f}"
-        rows.append((name, *rates, stage["ratio"]["median"], spread, stage["reached"], bytes_text(stage["peak_bytes"])))
-    columns = ("stage", "model tokens/s", "twin tokens/s", "ratio", "range", ">= 0.4", "peak memory")
+        products = "bf16" if stage["bf16_products"] else "fp32"
+        rows.append((name, *rates, stage["ratio"]["median"], spread, stage["reached"], products))
+    columns = ("stage", "model tokens/s", "twin tokens/s", "ratio", "range", ">= 0.4", "products")
     print_table(columns, rows, title="training steps")

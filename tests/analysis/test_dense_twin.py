@@ -38,7 +38,7 @@ def twin() -> DenseTwin:
     return DenseTwin(SMALL, parameters)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "mid", "v4.1-flash"])
+@pytest.mark.parametrize("preset", ["tiny", "mid", "demo", "v4.1-flash"])
 def test_equal_active_parameters(preset: str) -> None:
     config = presets.load(preset)
     found = twin_config(config)
@@ -64,7 +64,9 @@ def test_a_position_sees_what_stands_before_it_and_nothing_after(twin: DenseTwin
         # The loss just before the change has it as its target.
         torch.testing.assert_close(after[: changed - 1], before[: changed - 1])
         for n in range(changed + 1, 25):
-            moved = twin.next_logits(torch.tensor(other[:n])) - twin.next_logits(torch.tensor(ids[:n]))
+            moved = twin.next_logits(torch.tensor(other[:n]), Phase()) - twin.next_logits(
+                torch.tensor(ids[:n]), Phase()
+            )
             assert moved.abs().max() > 1e-3, f"position {n - 1} does not see {changed}"
 
 
@@ -83,7 +85,7 @@ def test_next_logits_are_those_of_the_loss(twin: DenseTwin) -> None:
     ids = random_ids(7, 15)
     loss = twin.token_losses([packed(ids)], Phase())[0]
     for n in (1, 8, 14):
-        logits = twin.next_logits(torch.tensor(ids[:n]))
+        logits = twin.next_logits(torch.tensor(ids[:n]), Phase())
         assert logits.shape == (50,)
         assert abs(float(-logits.log_softmax(0)[ids[n]] - loss[n - 1])) < 1e-4
 

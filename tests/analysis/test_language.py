@@ -25,7 +25,7 @@ from rorqual.analysis.language import (
     language_report,
     totals,
 )
-from rorqual.analysis.positions import by_engine, by_learner
+from rorqual.analysis.positions import by_engine, by_learner, position_losses
 from rorqual.analysis.text_quality import SamplingPlan
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
 from rorqual.errors import InputError
@@ -43,7 +43,8 @@ PLAN = LanguagePlan(
 def test_report(tmp_path: Path) -> None:
     twin = DenseTwin.fresh(model().config, 0)
     plot = tmp_path / "positions.png"
-    report = language_report(model(), corpus(), PLAN, twin=by_learner(twin, Phase()), plot=plot)
+    score = by_learner(twin, Phase())
+    report = language_report(model(), corpus(), PLAN, twin=score, trained={"step": 3, "lr": 0.1}, plot=plot)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -66,9 +67,28 @@ def test_report(tmp_path: Path) -> None:
     assert not report["against_kneser_ney"]["reached"]
     gap = text["nats_a_token"]["model"] - text["nats_a_token"]["twin"]
     assert report["against_twin"]["nats_a_token"] == pytest.approx(gap)
-    assert report["positions"]["windows"] == 4
+    assert (report["against_twin"]["step"], report["against_twin"]["lr"]) == (3, 0.1)
+    assert report["positions"]["windows"] == 4 and "positions_all_texts" not in report, "every text is judged"
     assert report["positions"]["late_against_early"]["paired"]
     assert report["replies"]["count"] == 1
+
+
+def test_loss_by_position_is_over_the_judged_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+
+    def noted(score, documents, bos, **options):  # type: ignore[no-untyped-def]
+        read.append([len(ids) for ids in documents])
+        return position_losses(score, documents, bos, **options)
+
+    monkeypatch.setattr("rorqual.analysis.language.position_losses", noted)
+    lengths = {name: len(ids) for name, kind, ids in corpus().documents("heldout") if kind == "text"}
+    both = dataclasses.replace(PLAN, books=("bbe/*",), windows=2)
+    report = language_report(model(), corpus(), both)
+    assert read == [[lengths["bbe/held"]], [lengths["bbe/held"], lengths["web/held"]]]
+    assert report["positions"]["windows"] == report["positions_all_texts"]["windows"] == 2
+    # Where no judged book is long enough there are only the texts.
+    report = language_report(model(), corpus(), dataclasses.replace(both, books=("web/*",)))
+    assert "positions" not in report and report["positions_all_texts"]["windows"] == 2
 
 
 def test_a_report_says_nothing_of_what_is_not_there() -> None:

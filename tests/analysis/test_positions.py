@@ -55,7 +55,11 @@ def test_windows_meet_the_tokens_they_say() -> None:
     assert all(len(ids) == 11 for ids in seen)
     # Equal numbers stand for equal tokens, and here each token's loss is its id.
     np.testing.assert_array_equal(torch.cat(texts).numpy()[found.tokens], found.losses)
-    assert len(position_losses(score, documents, BEGIN, length=10, stride=7, limit=2).losses) == 2
+    # A limit is shared out among the documents, and each gives its first windows.
+    for limit, starts in ((2, [100, 300]), (3, [100, 107, 300])):
+        seen.clear()
+        assert len(position_losses(score, documents, BEGIN, length=10, stride=7, limit=limit).losses) == limit
+        assert [int(ids[1]) for ids in seen] == starts
     assert len(position_losses(score, documents, BEGIN, length=25).losses) == 1
     with pytest.raises(InputError, match="none has 26"):
         position_losses(score, documents, BEGIN, length=26)
@@ -105,7 +109,7 @@ def test_a_smooth_curve_has_no_step() -> None:
     smooth = scores(size=12_000)
     for bound in (16, 64, 128, 256, 384):
         found = step_at(smooth, bound)
-        assert found["none"], found
+        assert found["none"] is True, found
         assert found["standard_error"] < 0.05, found
 
 
@@ -116,6 +120,32 @@ def test_a_parabola_is_no_step() -> None:
     found = step_at(alone, 128)
     assert abs(found["step"]) < 1e-9
     assert not found["content_matched"], "no token is met twice"
+
+
+def stepped(step: float, spread: float, windows: int = 16) -> PositionLosses:
+    """Windows that jump at 128 by `step` on average, half of them `spread` more and half less."""
+    jumps = step + spread * np.where(np.arange(windows) % 2, 1.0, -1.0)
+    losses = np.where(np.arange(LENGTH) >= 128, jumps[:, None], 0.0)
+    return PositionLosses(losses=losses, tokens=np.arange(losses.size).reshape(losses.shape))
+
+
+@pytest.mark.parametrize(
+    ("step", "spread", "verdict"),
+    [(0.0, 0.05, True), (0.05, 0.01, False), (0.0, 0.2, None), (0.1, 0.2, None), (1.0, 0.2, False)],
+)
+def test_what_noise_could_hide_is_undecided(step: float, spread: float, verdict: bool | None) -> None:
+    """A standard error of spread / sqrt(15): three of 0.2's are 0.15 nats, of 0.05's 0.04."""
+    one = stepped(step, spread)
+    found = step_at(one, 128)
+    assert found["step"] == pytest.approx(step) and found["standard_error"] == pytest.approx(spread / 15**0.5)
+    assert found["none"] is verdict
+    report = position_report(one, {"window": 128, "elsewhere": 256})
+    assert report["no_step"] is verdict and report["steps"]["elsewhere"]["none"] is True
+
+
+def test_a_single_window_decides_nothing() -> None:
+    found = step_at(stepped(0.0, 0.0, windows=1), 128)
+    assert found["standard_error"] is None and found["none"] is None
 
 
 def test_residuals_leave_a_window_itself_out() -> None:
@@ -146,7 +176,13 @@ def test_bounds_of_a_config() -> None:
         "chunk 1": 512,
         "chunk 2": 1024,
         "chunk 3": 1536,
+        "chunk 4": 2048,
+        "chunk 5": 2560,
+        "chunk 6": 3072,
+        "chunk 7": 3584,
     }
+    # The last bound is that of the last whole chunk before the end.
+    assert "chunk 2" not in model_bounds(config, chunk=512, length=1024)
 
 
 def test_report_is_plain_numbers() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rorqual.analysis.drafts import Tally
 from rorqual.analysis.quality import OWN_TEXT, Settings, run_quality
 from rorqual.analysis.quality_pass import WindowPass, window_losses
-from rorqual.analysis.quality_report import difference, log_text, summary, tables
+from rorqual.analysis.quality_report import difference, draft_row, log_text, summary, tables, verdict
 from rorqual.analysis.quality_variants import (
     BASELINE,
     HITS,
@@ -35,6 +36,7 @@ from rorqual.model.transformer import Transformer
 PAGE = WINDOW = 16
 LENGTHS = (32, 48, 80)
 SCORED = 5
+BOS = 9_999
 CLOSE = 1e-4
 FULL, CED = Variant(name="full", prefill="full"), Variant(name="ced")
 REPLAYED = [Variant(name=f"{hit} {replay}", hit=hit, replay=replay) for hit in HITS for replay in ("exact", "bounded")]
@@ -152,16 +154,34 @@ def test_a_config_of_other_tensors_is_refused(folder: Path) -> None:
 
 def test_windows_lie_inside_documents_and_apart() -> None:
     documents = [Document(name=f"d{i}", ids=torch.arange(n) + 1000 * i) for i, n in enumerate((95, 30, 200))]
-    found = cut_windows(documents, 40, 100, scored=10)
+    found = cut_windows(documents, 40, 100, scored=10, bos=BOS)
     assert found.stride == 10 and found.short == 1 and len(found) == 6 + 17
     for row, (name, start) in zip(found.ids, found.sources, strict=True):
-        assert torch.equal(row, torch.arange(start, start + 40) + 1000 * int(name[1]))
-    assert cut_windows(documents, 40, 5, scored=10).stride == 40
-    few, again = cut_windows(documents, 40, 5, scored=10, seed=3), cut_windows(documents, 40, 5, scored=10, seed=3)
+        assert torch.equal(row[1:], torch.arange(start, start + 39) + 1000 * int(name[1]))
+    assert cut_windows(documents, 40, 5, scored=10, bos=BOS).stride == 39
+    few, again = (cut_windows(documents, 40, 5, scored=10, bos=BOS, seed=3) for _ in range(2))
     assert few.sources == again.sources and few.fingerprint() == again.fingerprint()
     assert len(set(few.sources)) == 5
-    with pytest.raises(InputError, match="no document has the 500 tokens of a window, the longest of 3 has 200"):
-        cut_windows(documents, 500, 5, scored=10)
+    with pytest.raises(InputError, match="no document has the 500 tokens of a window, the longest of 3 has 201"):
+        cut_windows(documents, 500, 5, scored=10, bos=BOS)
+
+
+def test_every_window_begins_with_the_begin_token_and_has_no_other() -> None:
+    """Wherever it is cut, and whether or not the document brought one."""
+    body = torch.arange(120)
+    bare, whole = body, torch.cat((torch.tensor([BOS]), body))
+    cut = [cut_windows([Document(name="d", ids=ids)], 40, 100, scored=7, bos=BOS) for ids in (bare, whole)]
+    assert cut[0].fingerprint() == cut[1].fingerprint() and cut[0].sources == cut[1].sources
+    for found in cut:
+        assert (found.ids[:, 0] == BOS).all() and (found.ids == BOS).sum() == len(found) == 12
+        assert sorted(start for _, start in found.sources) == list(range(0, 82, 7))
+        # What is scored after prompts of one length is scored once.
+        scored = found.ids[:, 33:].flatten().tolist()
+        assert len(scored) == len(set(scored)) == 12 * 7
+    # The longest document that is one window.
+    assert len(cut_windows([Document(name="d", ids=whole)], 121, 9, scored=7, bos=BOS)) == 1
+    with pytest.raises(InputError, match="the longest of 1 has 121"):
+        cut_windows([Document(name="d", ids=whole)], 122, 9, scored=7, bos=BOS)
 
 
 def test_identical_variants_differ_by_nothing() -> None:
@@ -180,6 +200,28 @@ def test_differences_are_paired_and_their_error_is_of_windows() -> None:
     assert found["2"] == {"mean": 1.0, "se": None, "prompts": 1}
     assert found["all"] | {"prompts": 2} == summary([0.75, 1.0]) and found["all"]["prompts"] == 3
     assert summary([1.0, 2.0, 3.0]) == {"mean": 2.0, "se": pytest.approx(1 / math.sqrt(3)), "prompts": 3}
+
+
+def test_a_bar_over_nothing_is_not_reached() -> None:
+    one = Comparison(variant="a", against="b", at_most=0.01)
+    found = difference({"a": {0: [None], 1: [None]}, "b": {0: [1.0], 1: [2.0]}}, one, (8,))
+    assert found["bar"]["reached"] is None and verdict(found) == "<= 0.01 + 2 se: not measured"
+    # Where some length has prompts, those decide.
+    rows = {"a": {0: [None, 3.0], 1: [None, 3.0]}, "b": {0: [1.0, 1.0], 1: [1.0, 1.0]}}
+    found = difference(rows, one, (8, 9))
+    assert found["bar"]["reached"] is False and verdict(found) == "<= 0.01 + 2 se: MISSED"
+
+
+@pytest.mark.parametrize(
+    ("as_plain", "emitted", "verifications", "reached"),
+    [(True, 20, 10, True), (None, 20, 10, True), (False, 50, 10, False), (True, 19, 10, False), (True, 0, 0, None)],
+)
+def test_drafts_that_change_the_text_miss_their_bar(
+    as_plain: bool | None, emitted: int, verifications: int, reached: bool | None
+) -> None:
+    tally = Tally(verifications=verifications, accepted=[5], emitted=emitted)
+    row = draft_row("drafts", tally, bar=True, as_plain=as_plain)
+    assert row["bar"]["reached"] is reached and row["first_prompt_as_plain_decoding"] is as_plain
 
 
 @pytest.mark.parametrize(("mean", "spread", "reached"), [(0.02, 0.1, True), (0.02, 0.0, False), (-1.0, 0.0, True)])
@@ -220,7 +262,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     asked: list[tuple[int, list[str]]] = []
 
     def fake(model: Transformer, ids: torch.Tensor, lengths: tuple[int, ...], measured: list, **_: object) -> Rows:
-        asked.append((int(ids[0]), [v.name for v in measured]))
+        assert ids[0] == model.config.bos_token_id
+        asked.append((int(ids[1]), [v.name for v in measured]))
         return {v.name: [(int(ids[n]) + len(v.name)) / 500 for n in lengths] for v in measured}
 
     monkeypatch.setattr("rorqual.analysis.quality.window_losses", fake)
@@ -241,10 +284,14 @@ def test_a_study_of_a_model_and_its_plain_export(folder: Path, tmp_path: Path) -
     assert exact["largest"] == 0 and exact["bar"]["reached"]
     assert 0 < differences[RELEASED, "plain weights"]["largest"] < 1
     (own, given) = document["drafts"]
-    assert own["name"] == OWN_TEXT and own["as_plain_decoding"] and 1 <= own["tokens_a_verification"] <= 6
+    assert own["name"] == OWN_TEXT and own["first_prompt_as_plain_decoding"]
+    assert own["tokens_a_verification"] == (own["tokens"] - 1) / own["verifications"]
     assert given["verifications"] == 4 and "bar" not in given
+    assert document["prompts"] == {"48": 2, "all": 2} and document["kernels"] == "fast"
     text = log_text(document | STAMP)
-    assert text.startswith("## 2026-01-02: quality of tiny\n") and "`rorqual lab quality`: 2 windows" in text
+    assert text.startswith("## 2026-01-02: quality of tiny\n")
+    assert "`rorqual lab quality`: 2 windows, 2 prompts" in text and "fast kernels" in text
+    assert "| first prompt as plain decoding |" in text
     for _, columns, lines in tables(document):
         assert all(len(line) == len(columns) and line[0] in text for line in lines)
 
@@ -271,6 +318,7 @@ def test_a_stopped_study_goes_on(folder: Path, tmp_path: Path, quick: list[tuple
     for key in whole.keys() - {"seconds"}:
         assert document[key] == again[key] == whole[key], key
     loss = {row["name"]: row["loss"] for row in document["variants"]}
+    assert document["prompts"] == {"32": 3, "48": 3, "all": 6}
     assert loss[BASELINE]["all"]["prompts"] == 6 and loss["no candidate pool"]["all"]["prompts"] == 6
     assert "no plain export was given" in log_text(document | STAMP)
 
@@ -281,6 +329,8 @@ def test_a_folder_of_another_run_is_refused(folder: Path, tmp_path: Path, quick:
     quick.clear()
     with pytest.raises(InputError, match="holds results of another run \\(its data differs\\); give a new folder"):
         run_quality(folder, [Document(name="one", ids=some_ids(400, seed=9))], SMALL, tmp_path)
+    with pytest.raises(InputError, match="holds results of another run \\(its kernels differs\\)"):
+        run_quality(folder, TEXTS, replace(SMALL, kernels="plain"), tmp_path)
     assert (tmp_path / "partial.jsonl").read_text() == kept and not quick
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rorqual.analysis.drafts import Tally, follow, plain_greedy, speculate
+from rorqual.analysis.drafts import Block, Tally, follow, plain_greedy, speculate
 from rorqual.engine.draft import propose
 from rorqual.errors import InputError
 from rorqual.model.load import load
@@ -33,6 +33,7 @@ def test_speculation_gives_the_text_of_plain_decoding(model: Transformer, prefil
     found = speculate(model, prompt_ids(), budget, prefill=prefill, chunk=8)
     assert found.ids == plain and len(plain) == budget
     assert found.tally.verifications <= budget - 1 or budget == 1
+    assert found.tally.emitted == budget - 1, "the prefill gives the first token, verifications the others"
 
 
 def clairvoyant(monkeypatch: pytest.MonkeyPatch, coming: list[int], right: int) -> None:
@@ -78,6 +79,17 @@ def test_nothing_is_said_after_the_end(model: Transformer, monkeypatch: pytest.M
     whole, rest = divmod(end, 6)
     assert found.tally.verifications == whole + (rest > 0)
     assert sum(found.tally.accepted) == 5 * whole + rest
+    # Where the end is a draft no bonus follows it.
+    assert found.tally.emitted == end == len(found.ids) - 1
+    assert found.tally.tokens_a_verification == end / (whole + (rest > 0))
+
+
+def test_an_end_among_the_drafts_gives_no_bonus() -> None:
+    """Drafts 5 and 7 agree and 2 does not: the backbone chose 9."""
+    drafts, choices = torch.tensor([5, 7, 2]), torch.tensor([5, 7, 9, 4])
+    for eos, new, kept in ((1, [5, 7, 9], 2), (9, [5, 7, 9], 2), (7, [5, 7], 2), (5, [5], 1)):
+        block = Block(drafts=drafts, choices=choices, output=None, eos=eos)  # type: ignore[arg-type]
+        assert (block.new, block.kept) == (new, kept), eos
 
 
 def test_following_its_own_text_accepts_what_speculation_would(model: Transformer) -> None:
@@ -89,6 +101,7 @@ def test_following_its_own_text_accepts_what_speculation_would(model: Transforme
     assert tally.verifications == found.tally.verifications == 1 and tally.accepted == found.tally.accepted
     given = follow(model, prompt, prompt_ids(10, seed=4), chunk=7)
     assert given.verifications == 10 and given.accepted == sorted(given.accepted, reverse=True)
+    assert given.emitted == 10 + sum(given.accepted), "a bonus each: there is no end in it"
 
 
 def test_following_leaves_no_trace_of_rejected_drafts(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +115,12 @@ def test_following_leaves_no_trace_of_rejected_drafts(model: Transformer, monkey
 
 def test_tallies_add_up() -> None:
     tally = Tally()
-    assert tally.tokens_a_verification == 1 and tally.by_position == []
-    tally.add(2, 3)
-    tally.add(0, 3)
-    tally.merge(2, [2, 2, 2])
+    assert tally.tokens_a_verification == 0 and tally.by_position == []
+    tally.add(2, 3, 3)
+    tally.add(0, 3, 1)
+    tally.merge(2, [2, 2, 2], 7)
     assert tally.verifications == 4 and tally.accepted == [3, 3, 2]
-    assert tally.tokens_a_verification == 3.0
+    assert tally.emitted == 11 and tally.tokens_a_verification == 11 / 4
     assert tally.conditional == pytest.approx([3 / 4, 1.0, 2 / 3])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rorqual.analysis.twin_run import load_twin, train_twin
 from rorqual.config import presets
 from rorqual.errors import InputError
 from rorqual.training.batch import Packed
+from rorqual.training.data.prepare import TrainingData
 from rorqual.training.fit import fit_config
 from rorqual.training.learner import Phase
 from rorqual.training.metrics import METRICS, read_metrics
@@ -42,15 +44,30 @@ def test_train_and_load(tmp_path: Path) -> None:
 
     checkpoint = next((out / "checkpoints").iterdir())
     config = fit_config(RECIPE.model, Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
-    twin = load_twin(out, config)
+    data = TrainingData.prepare(RECIPE, [texts], out / "data", RECIPE.run.seed)
+    found = load_twin(out, config, data.fingerprint)
+    twin = found.learner
     assert twin.config == twin_config(config)
     ids = torch.arange(20) + 30
-    assert not twin.next_logits(ids).equal(DenseTwin.fresh(config, RECIPE.run.seed).next_logits(ids))
+    assert not twin.next_logits(ids, Phase()).equal(DenseTwin.fresh(config, RECIPE.run.seed).next_logits(ids, Phase()))
+    assert found.trained == {"step": 12, "tokens": 12 * 128, "lr": RECIPE.optim.lr, "lr_table": RECIPE.optim.lr_table}
+    assert found.recipe["data"]["seq_len"] == 64
 
     with pytest.raises(InputError, match="not the dense twin of this model"):
-        load_twin(out, config.replace(vocab_size=301))
+        load_twin(out, config.replace(vocab_size=301), data.fingerprint)
     with pytest.raises(InputError, match="holds no checkpoint"):
-        load_twin(texts, config)
+        load_twin(texts, config, data.fingerprint)
+
+    # The same texts in another order are other data.
+    reordered = TrainingData.prepare(RECIPE, [texts], out / "data", RECIPE.run.seed + 1)
+    with pytest.raises(InputError, match=r"was trained on other data .*; train it by the model's recipe"):
+        load_twin(out, config, reordered.fingerprint)
+
+    document = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    document["recipe"]["run"]["steps"] = 1650
+    (checkpoint / "state.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(InputError, match="stopped after step 12 of 1,650; go on with --resume"):
+        load_twin(out, config, data.fingerprint)
 
 
 def test_phases_change_nothing() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rorqual.analysis.fingerprint import fingerprint
 from rorqual.analysis.quality_texts import (
     heldout_documents,
     id_documents,
@@ -81,13 +82,17 @@ def test_quality_writes_a_document_and_a_text(model: Path, tmp_path: Path, capsy
     shown = capsys.readouterr().out
     document = json.loads((out / "quality.json").read_text())
     assert document["command"] == (
-        "rorqual lab quality --model tiny --ids held-out.npz --prompts 2 --lengths 16 --drafts 0"
+        "rorqual lab quality --model tiny --ids held-out.npz --prompts 2 --lengths 16 --drafts 0 --kernels fast"
     )
     assert document["windows"]["documents"] == ["one", "two"] and document["seed"] == 0
+    assert document["prompts"] == {"16": 2, "all": 2} and document["kernels"] == "fast"
     assert len(document["model"]["fingerprint"]) == 64 and document["machine"]["torch"] == torch.__version__
     # A prompt of a window's length: the decoder runs on all of it, so `ced` is `full`.
     gap = next(d for d in document["differences"] if d["variant"] == "bf16 caches, ced")
     assert gap["largest"] == 0 and gap["bar"]["reached"]
+    # A hit needs more than a window: no prompt has the exact replay, and its bar says so.
+    replay = next(d for d in document["differences"] if d["variant"] == "exact replay")
+    assert replay["bar"]["reached"] is None and "+- 0.001 + 2 se: not measured" in shown
     text = (out / "quality.md").read_text()
     assert f"`{document['command']}`" in text and "no plain export" in text
     for row in document["variants"]:
@@ -191,7 +196,12 @@ def test_language_hands_the_run_to_its_report(
     def report(model, corpus, **options):  # type: ignore[no-untyped-def]
         called.update(options, model=model, corpus=corpus)
         options["note"]("counting")
-        return {"against": {"ratio": 0.5, "reached": True}, "samples": {"known_reached": False}, "tokens": 7}
+        return {
+            "against": {"ratio": 0.5, "reached": True},
+            "positions": {"no_step": None, "steps": {"window": {"none": None}}},
+            "samples": {"known_reached": False},
+            "tokens": 7,
+        }
 
     # The tokenizer of this run is not one that the model's Engram was hashed for.
     monkeypatch.setattr("rorqual.model.load.load", lambda path: f"model of {path.parent.name}")
@@ -203,9 +213,12 @@ def test_language_hands_the_run_to_its_report(
     assert called["twin"] is None and called["plot"] == tmp_path / "language.png"
     document = json.loads(out.read_text())
     assert document["tokens"] == 7 and document["command"] == "rorqual lab language sea"
+    assert document["model"] == {"name": "model", "fingerprint": fingerprint(run / "model", "model")}
     assert "counting" in streams.err
-    assert [line.split() for line in streams.out.splitlines() if line.startswith(("against", "samples"))] == [
+    judged = ("against", "positions", "samples")
+    assert [line.split() for line in streams.out.splitlines() if line.startswith(judged)] == [
         ["against", "yes"],
+        ["positions.no_step", "undecided"],
         ["samples.known", "no"],
     ]
     assert main(["lab", "language", str(run), "--out", str(tmp_path / "no" / "x.json")]) == 2
@@ -248,3 +261,31 @@ def test_commands_and_times_are_spelled() -> None:
     numbers = {"seed": (3, 0), "chunk": (512, 512)}
     assert spelled("quality", paths, numbers) == "rorqual lab quality --data b.txt --data 'c d' --ids x.json --seed 3"
     assert (minutes(41), minutes(720)) == ("41 s", "12 min")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_runs_plain_export_is_compared_with(
+    run: Path, tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another is given, or another model."""
+    asked: list[Path | None] = []
+
+    def stopped(*_: object, plain: Path | None, **__: object) -> None:
+        asked.append(plain)
+        raise InputError("enough")
+
+    monkeypatch.setattr("rorqual.analysis.quality.run_quality", stopped)
+    copy, other = tmp_path / "sea", tmp_path / "other"
+    shutil.copytree(run, copy)
+    lines = [f"lab quality --run {copy} --out {tmp_path / 'out'}"]
+    lines += [f"{lines[0]} --plain {other}", f"{lines[0]} --model {copy / 'model'}"]
+    if given:
+        shutil.copytree(copy / "model", copy / "model-plain")
+    assert [main(line.split()) for line in lines] == [2, 2, 2]
+    assert asked == [copy / "model-plain" if given else None, other, None]
+
+
+def test_a_runs_data_have_one_place(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "language", str(run), "--cache", str(tmp_path / "data")]) == 2
+    assert "cache: a run has its own data; legal: RUN or --cache" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()) and not (run / "language.json").exists()

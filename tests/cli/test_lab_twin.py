@@ -11,6 +11,7 @@ import pytest
 from rorqual.analysis.language import LanguagePlan
 from rorqual.analysis.text_quality import SamplingPlan
 from rorqual.cli.app import Verb, main
+from rorqual.training.data.sources import Files
 
 VERBS = tuple(Verb(name=name, target=f"rorqual.cli.lab_twin:{name}", help=name) for name in ("twin", "speed"))
 PLAN = LanguagePlan(books=("held*",), windows=2, sampling=SamplingPlan(samples=2, replies=2))
@@ -77,6 +78,30 @@ def test_one_line_for_a_mistake(line: str, complaint: str, tmp_path: Path, capsy
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_memory_is_stated_once_as_the_processs(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a high-water mark with both learners in it: no stage and no learner has one of its own."""
+    spread = {"median": 0.5, "min": 0.4, "max": 0.6}
+    stage = {
+        "learners": {name: {"tokens_per_s": spread} for name in ("model", "twin")},
+        "ratio": spread,
+        "reached": True,
+        "bf16_products": True,
+    }
+    monkeypatch.setattr("rorqual.analysis.training_speed.training_speed", lambda *_, **__: stage)
+    monkeypatch.setattr("rorqual.training.metrics.peak_bytes", lambda device: 2_500_000_000)
+    recipe, out = texts.parent / "recipe.toml", tmp_path / "out"
+    assert main(f"speed {recipe} --data {texts} --repeats 1 --out {out}".split(), VERBS) == 0
+    document = json.loads((out / "speed.json").read_text(encoding="utf-8"))
+    assert document["process_peak_bytes"] == 2_500_000_000 and document["stages"]["step 0"] == stage
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "2.5 GB" in line] == [
+        "peak memory of the process, with both learners and optimisers in it: 2.5 GB"
+    ]
+    assert any(line.split()[-2:] == ["yes", "bf16"] for line in lines)
+
+
 @pytest.mark.full
 def test_from_training_to_the_comparison(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -92,9 +117,22 @@ def test_from_training_to_the_comparison(
     assert [row["name"] for row in report["documents"] if row["judged"]] == ["held.txt"]
     assert set(report["heldout"]["books"]["bits_a_character"]) == {"model", "twin", "kneser_ney", "kneser_ney_text"}
     assert report["replies"]["count"] == 2
+    against = report["against_twin"]
+    assert (against["step"], against["tokens"], against["lr"], against["lr_table"]) == (2, 256, 2e-3, 1e-2)
+
+    # The same without the run's folder, as the shipped model is measured: the recipe's own corpus.
+    corpus = texts.parent / "corpus.toml"
+    corpus.write_text(RECIPE.replace("[data]", '[data]\ncorpus = "english"'), encoding="utf-8")
+    monkeypatch.setattr("rorqual.training.data.prepare.English", lambda: Files([texts]))
+    monkeypatch.setattr("rorqual.cli.lab.RECIPE", str(corpus))
+    assert main(f"lab language --model {run / 'model'} --twin {twin} --out {tmp_path / 'again.json'}".split()) == 0
+    again = json.loads((tmp_path / "again.json").read_text(encoding="utf-8"))
+    assert (
+        again["documents"] == report["documents"]
+        and again["command"] == "rorqual lab language --model model --twin twin"
+    )
 
     capsys.readouterr()
     assert main(f"speed {recipe} {shared} --repeats 1 --out {out}".split(), VERBS) == 0
     stages = json.loads((out / "speed.json").read_text(encoding="utf-8"))["stages"]
     assert list(stages) == ["step 0", "step 1"]
-    assert "peak memory" in capsys.readouterr().out
