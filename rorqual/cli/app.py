@@ -148,7 +148,12 @@ def _overview(verbs: Sequence[Verb], program: str, about: str) -> str:
 
 
 def _complain(message: str) -> int:
-    """One line on stderr, whatever the message's own line breaks; the exit code of a mistake in the input."""
+    """One line on stderr, whatever the message's own line breaks; the exit code of a mistake in the input.
+
+    Of processes that train together the first on a machine speaks for the others, which meet the same mistake.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 2
     print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

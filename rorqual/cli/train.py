@@ -11,7 +11,8 @@ import typer
 def command(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A preset (demo, tiny) or a TOML file.")],
-    data: Annotated[list[Path] | None, typer.Option(help="Text, JSONL, or a folder of them; may be repeated.")] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More of --data.")] = None,
+    data: Annotated[list[Path] | None, typer.Option(help="Text, JSONL, or folders of them: --data PATH...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder, new or empty; default runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of the optimiser, instead of the recipe's.")] = None,
@@ -27,7 +28,9 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files too.")] = False,
     export: Annotated[bool, typer.Option(help="Write the model to OUT/model at the end.")] = True,
-    plain: Annotated[bool, typer.Option("--plain", help="Export BF16 weights instead of the recipe's.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Write OUT/model-plain too: the same weights as BF16.")
+    ] = False,
 ) -> None:
     """Train a small model on text. Ctrl-C saves; --resume goes on as if nothing had happened."""
     from rorqual.training.launch import inside_a_group, run_processes
@@ -48,14 +51,14 @@ def command(
     }
     trained = train(
         recipe,
-        data or (),
+        [*(data or ()), *(more or ())],
         out,
         resume=resume,
         overrides={key: value for key, value in asked.items() if value is not None},
         cache=cache,
         tensorboard=tensorboard,
         export=export,
-        quantised=not plain,
+        plain=plain,
         device=device,
     )
     if trained.first:

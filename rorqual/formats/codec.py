@@ -137,7 +137,7 @@ def _encode_scale(grouped: Tensor, fmt: NumberFormat) -> Tensor:
         check_finite(grouped.flatten(-2), fmt)
     amax = amax.clamp(min=fmt.amax_floor)
     # A tensor, not a number: some devices divide by a number through its reciprocal.
-    value_max = amax.new_tensor(fmt.value_max)
+    value_max = amax.new_full((), fmt.value_max)
     if fmt.scale == "e4m3":
         return encode_e4m3(amax / value_max)
     return encode_e8m0_ceil(amax * (1 / value_max))

@@ -191,7 +191,7 @@ def _quantize_fp8(w: Tensor) -> Fp8Weight:
     tiles = padded.view(_tiles(n), TILE, _tiles(k), TILE)
     # Floored lower than activations are: weights may be small throughout. Below 2^-126 a quotient would lose bits.
     amax = tiles.abs().amax(dim=(1, 3)).clamp(min=E4M3_MAX * 2.0**-126)
-    scales = encode_e8m0_ceil(amax / amax.new_tensor(E4M3_MAX))
+    scales = encode_e8m0_ceil(amax / amax.new_full((), E4M3_MAX))
     tiles /= decode_e8m0(scales)[:, None, :, None]
     return Fp8Weight(encode_e4m3(padded[:n, :k]).contiguous(), scales)
 

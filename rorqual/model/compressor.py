@@ -80,7 +80,7 @@ class Compressor(nn.Module):
         latent = run.norm(latent, self.norm, self.eps)
         if run.tap.active:
             latent = run.tap(f"layers.{self.layer}.latent", latent, group)
-        positions = torch.arange(group, group + latent.shape[0]) * self.ratio
+        positions = torch.arange(group, group + latent.shape[0], device=latent.device) * self.ratio
         short = latent.shape[0] if seg.row_end <= rows.short_rows else 0
         angles = Rotary(self.freqs, positions, short).at(True)
         # Index keys belong to the indexer, whose loss must not move the backbone.

@@ -65,7 +65,8 @@ def dense_forward(
     run = Run(ops=ops or reference_ops(), numerics=model.numerics, kv=kv, tap=tap or Tap())
     copies = model.config.hc_mult
     embedded = run.record("embed_out", run.numerics.round(torch.cat([_embed(model, d) for d in placed])), rows)
-    x, pre, carry = embedded[:, None].expand(-1, copies, -1), first_pre(len(rows), copies), Carry()
+    x = embedded[:, None].expand(-1, copies, -1)
+    pre, carry = first_pre(x), Carry()
     for layers in (model.backbone.encoder, model.backbone.decoder):
         x, pre = model.backbone.run_layers(layers, x, pre, rows, carry, run)
     hidden = model.backbone.hidden(x, pre, rows, run)

@@ -109,7 +109,7 @@ class Draft(nn.Module):
     def block_hidden(self, embedded_TD: Tensor, rows: Rows, run: Run) -> Tensor:
         """The last layer's collapsed stream [T, D] of block rows, un-normed; `run.kv` gives them their windows."""
         x = embedded_TD[:, None].expand(-1, self.config.hc_mult, -1)
-        pre = first_pre(len(rows), self.config.hc_mult)
+        pre = first_pre(x)
         carry = Carry()
         for layer in self.layers:
             x, pre = layer(x, pre, rows, carry, run)

@@ -125,7 +125,7 @@ def enter(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], run
     embedded = run.numerics.round(torch.cat([embed(model, s) for s in placed]))
     embedded = run.record("embed_out", embedded, rows)
     x = embedded[:, None].expand(-1, model.config.hc_mult, -1)
-    return Flow(order, rows, x, first_pre(len(rows), model.config.hc_mult), Carry())
+    return Flow(order, rows, x, first_pre(x), Carry())
 
 
 def embed(model: Transformer, step: SequenceStep) -> Tensor:

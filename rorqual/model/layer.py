@@ -96,8 +96,8 @@ class Layer(nn.Module):
         return pre, post, run.record(f"{self.name}.{kind}_comb", comb, rows)
 
 
-def first_pre(rows: int, copies: int) -> Tensor:
-    """The first mix ever: one-hot on copy 0."""
-    pre = torch.zeros(rows, copies)
+def first_pre(x_TSD: Tensor) -> Tensor:
+    """The first mix ever, fp32 [T, S]: one-hot on copy 0 of each row's streams."""
+    pre = torch.zeros(x_TSD.shape[:2], device=x_TSD.device)
     pre[:, 0] = 1
     return pre

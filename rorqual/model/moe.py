@@ -96,4 +96,5 @@ def affinity(logits: Tensor, scoring: str) -> Tensor:
         return logits.sigmoid()
     if scoring == "softmax":
         return logits.softmax(dim=-1)
-    return F.softplus(logits).sqrt()
+    # softplus underflows to 0 below -104, where the gradient of a root would be NaN.
+    return F.softplus(logits).clamp_min(torch.finfo(torch.float32).tiny).sqrt()

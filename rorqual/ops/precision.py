@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """ "highest": fp32. "medium": through bf16 tiles where the CPU has them, inputs rounded, sums in fp32.
+    """ "highest": fp32. "medium": inputs rounded, sums in fp32; through bf16 tiles where a CPU has them, TF32 on a GPU.
 
     The setting is torch's and the process's; the one before comes back at the end of the block.
     """

@@ -88,7 +88,7 @@ def _forward(
     near_keys = _blocks(keys, size, filled)
     near = torch.bmm(scaled.view(blocks, size * heads, width), near_keys.transpose(1, 2)).view(-1, doubled)
     far: list[Tensor] = []
-    sunk = torch.empty(filled * heads)
+    sunk = torch.empty(filled * heads, device=q.device)
     for rows, seen in _tiles(filled, size, len(groups), masks.ratio):
         part = slice(rows.start * heads, rows.stop * heads)
         far.append(torch.mm(scaled[part], groups[:seen].T))

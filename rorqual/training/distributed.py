@@ -7,19 +7,24 @@ step, after the last micro-batch: dense gradients in flat buckets, the sparse on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rorqual.errors import InputError
+from rorqual.errors import InputError, RorqualError
 
 BUCKET_BYTES = 1 << 25
 """Dense gradients travel in buckets of about this size: few messages, little extra memory."""
+
+PATIENCE = timedelta(hours=12)
+"""What processes wait for each other: the first may read and tokenise a large corpus alone. One that dies is noticed at
+once all the same, by its closed connection."""
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 
@@ -45,6 +50,22 @@ class Processes:
         items: list[Any] = [None] * self.world
         dist.all_gather_object(items, item)
         return items
+
+    def first_does(self, work: Callable[[], Item]) -> Item | None:
+        """Run `work` in the first process only; None in the others.
+
+        Raises:
+            RorqualError: in every process what `work` raised in the first one, so that nobody waits for it.
+        """
+        result, error = None, None
+        if self.first:
+            try:
+                result = work()
+            except RorqualError as refused:
+                error = refused
+        if error := self.gather(error)[0]:
+            raise error
+        return result
 
     def barrier(self) -> None:
         """Wait until all are here."""
@@ -87,7 +108,7 @@ def joined(device: str = "cpu") -> Iterator[Processes]:
         yield Processes()
         return
     try:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise InputError(f"WORLD_SIZE is {world}, but there is no group to join ({error}); use torchrun") from None
     try:
@@ -134,7 +155,9 @@ def _sum_sparse(parameter: nn.Parameter, world: int) -> Tensor:
     """Rows of all processes, joined in order of rank: the sum is then taken in the same order everywhere."""
     grad = parameter.grad
     if grad is None:
-        rows, values = torch.zeros(0, dtype=torch.int64), torch.zeros(0, *parameter.shape[1:], dtype=parameter.dtype)
+        device = parameter.device
+        rows = torch.zeros(0, dtype=torch.int64, device=device)
+        values = torch.zeros(0, *parameter.shape[1:], dtype=parameter.dtype, device=device)
     else:
         grad = grad.coalesce()
         rows, values = grad.indices()[0], grad.values()

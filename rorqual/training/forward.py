@@ -39,12 +39,12 @@ def training_rows(model: Transformer, batch: Sequence[Packed]) -> Rows:
         for start, end in packed.pieces():
             segments.append(_segment(row + start, row + end, len(segments)))
         row += packed.ids.shape[0]
-    positions = torch.cat([torch.arange(s.end) for s in segments])
     ids = torch.cat([packed.ids for packed in batch])
+    positions = torch.cat([torch.arange(s.end, device=ids.device) for s in segments])
     ngrams = None
     if model.ngram is not None:
-        folded = compress_ids(model.token_map, ids)
-        ngrams = torch.cat([model.ngram.rows(folded[s.rows]) for s in segments])
+        folded = compress_ids(model.token_map, ids.cpu())
+        ngrams = torch.cat([model.ngram.rows(folded[s.rows]) for s in segments]).to(ids.device)
     return Rows(
         segments=tuple(segments),
         positions_T=positions,
@@ -59,7 +59,7 @@ def backbone(model: Transformer, ids_T: Tensor, rows: Rows, run: Run) -> Outputs
     body, copies = model.backbone, model.config.hc_mult
     embedded = F.embedding(ids_T, body.embed)
     x = embedded[:, None].expand(-1, copies, -1).contiguous()
-    pre, carry = first_pre(len(rows), copies), Carry()
+    pre, carry = first_pre(x), Carry()
     for layers in (body.encoder, body.decoder):
         x, pre = body.run_layers(layers, x, pre, rows, carry, run)
     normed = run.norm(body.hidden(x, pre, rows, run), body.norm, body.eps)

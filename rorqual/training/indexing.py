@@ -36,14 +36,14 @@ def block_pool(scores_nG: Tensor, visible_n: Tensor, block: int, keep: int, ops:
     padded = torch.nn.functional.pad(scores_nG, (0, -groups % block), value=-torch.inf)
     best = padded.view(padded.shape[0], -1, block).amax(-1)
     newest = torch.div(visible_n - 1, block, rounding_mode="floor")
-    pinned = (visible_n > 0)[:, None] & (torch.arange(best.shape[1]) == newest[:, None])
+    pinned = (visible_n > 0)[:, None] & (torch.arange(best.shape[1], device=best.device) == newest[:, None])
     kept = select(best.masked_fill(pinned, torch.inf), keep, ops)
     return kept.repeat_interleave(block, dim=1)[:, :groups]
 
 
 def as_mask(index_nK: Tensor, width: int) -> Tensor:
     """Bool [n, width] of indices, -1 being none."""
-    mask = torch.zeros(index_nK.shape[0], width + 1, dtype=torch.bool)
+    mask = torch.zeros(index_nK.shape[0], width + 1, dtype=torch.bool, device=index_nK.device)
     return mask.scatter_(1, index_nK.masked_fill(index_nK < 0, width), True)[:, :width]
 
 

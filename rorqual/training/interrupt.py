@@ -1,4 +1,4 @@
-"""Stopping a run: the first Ctrl-C (or SIGTERM) lets it finish its step and save, the second ends it at once."""
+"""Stopping a run: the first Ctrl-C (SIGTERM, a closed terminal) lets it finish its step and save, a second ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+def stopping_signals() -> list[signal.Signals]:
+    """SIGINT, SIGTERM, and SIGHUP unless it is ignored, as `nohup` has it."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 class Interrupt:
@@ -24,7 +28,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in STOPPING}
+            self._before = {number: signal.signal(number, self._ask) for number in stopping_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

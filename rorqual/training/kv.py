@@ -118,7 +118,7 @@ class LearningKV:
             with products("highest"):  # as in `attend`: no two pieces have the same shapes
                 self._teach(slot, q_nHC, keys, groups, ratio, sink_H)
         main = self._main[slot] if groups else keys[:0]
-        masks = self._masks(slot, rows, groups, ratio)
+        masks = self._masks(slot, rows, groups, ratio, q_nHC.device)
         return attend(q_nHC, keys, main, masks, sink_H, self.config.head_dim**-0.5, self.softmax)
 
     def select(self, role: LayerRole, q_TID: Tensor, w_TI: Tensor, rows: Rows, carry: Carry) -> Tensor:
@@ -129,15 +129,15 @@ class LearningKV:
             groups = count // role.ratio
             if not groups:
                 continue
-            visible = (torch.arange(count) + 1) // role.ratio
-            hidden = torch.arange(groups) >= visible[:, None]
+            visible = (torch.arange(count, device=q_TID.device) + 1) // role.ratio
+            hidden = torch.arange(groups, device=q_TID.device) >= visible[:, None]
             self._banned[seg.slot] = hidden
             if self.phase.sparse:
                 with torch.no_grad(), products("highest"):
                     q, w = q_TID[seg.rows], w_TI[seg.rows]
                     self._banned[seg.slot] = ~self._chosen(role, seg.slot, q, w, hidden, visible)
         # Attention takes the selection from here, as masks.
-        return torch.empty(len(rows), 0, dtype=torch.int64)
+        return torch.empty(len(rows), 0, dtype=torch.int64, device=q_TID.device)
 
     def routed(self, name: str, scores_TE: Tensor, index_Tk: Tensor, rows: Rows) -> None:
         self.routing.append(Routed(name, scores_TE, index_Tk))
@@ -174,16 +174,16 @@ class LearningKV:
             scores.masked_fill_(~self._pool[slot], -torch.inf)
         return select(scores, c.index_topk, self.ops)
 
-    def _masks(self, slot: int, rows: int, groups: int, ratio: int) -> Masks:
+    def _masks(self, slot: int, rows: int, groups: int, ratio: int, device: torch.device) -> Masks:
         """Window and groups of a piece's rows in the layer at hand; kept until the next selection."""
         decoder = self._layer >= self.config.decoder_start
         size = self.config.sliding_window
         filled = -(-rows // size) * size
         if (slot, decoder) not in self._bands:
-            row = torch.arange(filled).view(-1, size, 1)
-            key = row[:, :1] - size + torch.arange(2 * size)
+            row = torch.arange(filled, device=device).view(-1, size, 1)
+            key = row[:, :1] - size + torch.arange(2 * size, device=device)
             self._bands[slot, decoder] = ~self._sees(slot, row, key, decoder).flatten(0, 1)
-        banned = torch.empty(filled, 0, dtype=torch.bool)
+        banned = torch.empty(filled, 0, dtype=torch.bool, device=device)
         if groups:
             banned = torch.nn.functional.pad(self._banned[slot], (0, 0, 0, filled - rows), value=True)
         return Masks(self._bands[slot, decoder], banned, ratio)
@@ -198,9 +198,9 @@ class LearningKV:
         """The indexer's loss of the drawn rows, now that the layer's queries and keys are known."""
         asked, choice = self._asked.pop(slot), self.choices[slot]
         row = choice.index_rows[:, None]
-        key = row + torch.arange(1 - self.config.sliding_window, 1)
+        key = row + torch.arange(1 - self.config.sliding_window, 1, device=row.device)
         sees = self._sees(slot, row, key, self._layer >= self.config.decoder_start)
-        visible = torch.arange(groups) < (row + 1) // ratio
+        visible = torch.arange(groups, device=row.device) < (row + 1) // ratio
         target = teacher(
             q_nHC[choice.index_rows],
             keys[key.clamp_min(0)],

@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 from rorqual.errors import InputError
+from rorqual.training.interrupt import stopping_signals
 
 POLL_S = 0.2
 """Between looks at the processes."""
@@ -33,47 +34,53 @@ def inside_a_group() -> bool:
 def run_processes(argv: Sequence[str], count: int) -> int:
     """Run `rorqual ARGV` in `count` processes of one group; the first exit code that is not 0, or 0.
 
-    SIGINT and SIGTERM are handed on to all of them.
+    What asks to stop (`stopping_signals`) is handed on to all of them.
 
     Raises:
-        InputError: count is not in 1..cores.
+        InputError: count is not in 1..cores (2 may share one).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not 1 <= count <= max(cores, 2):
-        raise InputError(f"processes: {count} is not legal; legal: 1..{max(cores, 2)}, the cores of this machine")
+        raise InputError(f"processes: {count} is not legal; legal: 1..{max(cores, 2)}")
     threads = str(max(1, cores // count))
     shared = {
         **os.environ,
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": threads,
         "NUMBA_NUM_THREADS": threads,
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", _START, *argv],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            # A group of their own: a Ctrl-C would reach them twice, from the terminal and from here.
-            start_new_session=True,
-        )
-        for rank in range(count)
-    ]
-    before = {number: signal.signal(number, _hand_on(started)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return _wait(started)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    started: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
 
-
-def _hand_on(started: Sequence[subprocess.Popen[bytes]]) -> Callable[[int, FrameType | None], None]:
-    def handle(number: int, frame: FrameType | None) -> None:
+    def hand_on(number: int, _: FrameType | None) -> None:
+        asked.append(number)
         for process in started:
             if process.poll() is None:
                 process.send_signal(number)
 
-    return handle
+    before = {number: signal.signal(number, hand_on) for number in stopping_signals()}
+    try:
+        for rank in range(count):
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", _START, *argv],
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    # A group of their own: a Ctrl-C would reach them twice, from the terminal and from here.
+                    start_new_session=True,
+                )
+            )
+            if asked:
+                started[-1].send_signal(asked[-1])
+        return _wait(started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -71,5 +71,5 @@ class Learner(Protocol):
     def token_losses(self, batch: Sequence[Packed], phase: Phase) -> list[Tensor]:
         """Next-token loss in nats, fp32 [n] a sequence, 0 where the target is IGNORE; no gradient."""
 
-    def next_logits(self, ids: Tensor) -> Tensor:
+    def next_logits(self, ids: Tensor, phase: Phase) -> Tensor:
         """fp32 [V] after the last of ids int64 [n]; no gradient. What samples are drawn from."""

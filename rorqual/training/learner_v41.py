@@ -28,6 +28,7 @@ from rorqual.training.learner import Phase, StepLoss, Totals
 from rorqual.training.live import FakeWeight, LiveScope, Rounding, fake_quantize_weight
 from rorqual.training.objective import balance_loss, draw, expert_loads, next_token_loss
 from rorqual.training.parameters import initial_parameters, trained_specs
+from rorqual.training.precision import with_autocast
 from rorqual.training.recipe import LossRecipe
 
 LOGIT_ROWS = 2048
@@ -42,26 +43,38 @@ class V41Learner:
         tokenizer: folds Engram's vocabulary; None: the identity, as in a checkpoint without one.
         loss: weights of the losses.
         seed: of the parameters, and of what is drawn for each sequence.
-        fast: the compiled twins of the training ops; False: plain torch, slower, the same numbers within fp32 noise.
+        device: of parameters and batches.
+        fast: the compiled twins of the training ops, on a CPU only; False: plain torch, slower, the same numbers within
+            fp32 noise. None: what the device has.
 
     Raises:
         InputError: a config with a vision tower, which this trainer does not train.
     """
 
     def __init__(
-        self, config: ModelConfig, tokenizer: Tokenizer | None, loss: LossRecipe, seed: int, *, fast: bool = True
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        loss: LossRecipe,
+        seed: int,
+        *,
+        device: torch.device | None = None,
+        fast: bool | None = None,
     ) -> None:
         if config.vision is not None:
             raise InputError("model: it has a vision tower, which is not trained here; use config.without('vision')")
         self.config, self.tokenizer, self.weights, self.seed = config, tokenizer, loss, seed
-        self.parameters: dict[str, nn.Parameter] = initial_parameters(config, seed)
-        self.ops, self.fake, self.softmax, fake_weight = _operations(fast)
+        self.parameters: dict[str, nn.Parameter] = initial_parameters(config, seed, device)
+        device = device or torch.device("cpu")
+        fast = device.type == "cpu" if fast is None else fast
+        self.ops, self.fake, self.softmax, fake_weight = _operations(fast, device)
         self.rounding = Rounding(fake_weight)
         folded = compressed_token_map(tokenizer, config.vocab_size) if tokenizer and config.engram_layer_ids else None
         token_map = torch.from_numpy(identity_token_map(config.vocab_size) if folded is None else folded)
         scope = LiveScope(self.parameters, trained_specs(config), self.rounding)
         numerics = Numerics(name="fp32")
-        self.model = Transformer(config, scope, numerics, Backend("plain"), token_map, page_tokens_of(config))
+        with device:
+            self.model = Transformer(config, scope, numerics, Backend("plain"), token_map, page_tokens_of(config))
 
     def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
         self.rounding.turn(phase.quantise_weights)
@@ -109,7 +122,8 @@ class V41Learner:
         """The router's bias without an auxiliary loss: down by `bias_rate` for a busy expert, up for an idle one."""
         with torch.no_grad():
             for name, load in loads.items():
-                bias, loaded = self.parameters[f"{name}.ffn.gate.bias"], load.float()
+                bias = self.parameters[f"{name}.ffn.gate.bias"]
+                loaded = load.to(bias.device).float()  # counted over processes, on the CPU
                 bias.add_((loaded.mean() - loaded).sign(), alpha=self.weights.bias_rate)
 
     @torch.no_grad()
@@ -124,15 +138,16 @@ class V41Learner:
         return list(torch.cat(losses).split([packed.ids.shape[0] for packed in batch]))
 
     @torch.no_grad()
-    def next_logits(self, ids: Tensor, phase: Phase | None = None) -> Tensor:
+    def next_logits(self, ids: Tensor, phase: Phase) -> Tensor:
         packed = Packed(ids=ids, targets=torch.full_like(ids, IGNORE), starts=(0,), number=0)
-        return F.linear(self._normed([packed], phase or Phase())[-1], self.model.backbone.head.expand())
+        return F.linear(self._normed([packed], phase)[-1], self.model.backbone.head.expand())
 
     def _normed(self, batch: Sequence[Packed], phase: Phase) -> Tensor:
         """fp32 [T, D] after the output norm, nothing drawn."""
         self.rounding.turn(phase.quantise_weights)
         rows = training_rows(self.model, batch)
-        choices = [Choice(index_rows=torch.empty(0, dtype=torch.int64), row_weight=0.0, seam=None)] * len(rows.segments)
+        none = torch.empty(0, dtype=torch.int64, device=rows.positions_T.device)
+        choices = [Choice(index_rows=none, row_weight=0.0, seam=None)] * len(rows.segments)
         run, _ = self._run(phase, choices)
         return backbone(self.model, torch.cat([packed.ids for packed in batch]), rows, run).normed_TD
 
@@ -154,9 +169,10 @@ def page_tokens_of(config: ModelConfig) -> int:
     return max(PAGE_TOKENS, blocks * -(-PAGE_TOKENS // blocks))
 
 
-def _operations(fast: bool) -> tuple[Ops, FakeQuantize, Softmax, FakeWeight]:
+def _operations(fast: bool, device: torch.device) -> tuple[Ops, FakeQuantize, Softmax, FakeWeight]:
     if not fast:
-        return reference_ops(), fake_quantize, PLAIN, fake_quantize_weight
+        ops = with_autocast(reference_ops()) if device.type == "cuda" else reference_ops()
+        return ops, fake_quantize, PLAIN, fake_quantize_weight
     # Numba takes half a second to import; plain training does without.
     from rorqual.ops.fast import train_attend, train_codec, train_ops
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -141,11 +141,12 @@ def _kind(spec: TensorSpec) -> Kind | None:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, weight: Tensor, kind: Kind) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, kind: Kind) -> Tensor:
+        ctx.set_materialize_grads(False)  # an expert that nobody was routed to has no gradient, not one of zeros
         return quantize_weight(weight, kind).expand()
 
     @staticmethod
-    def backward(ctx: object, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None]:
         return grad_outputs[0], None
 
 

@@ -104,7 +104,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, step: int) -> None:
         """step: where the run resumes; events beyond it are hidden."""
-        self._writer = require_tensorboard()(str(folder), purge_step=step + 1 if step else None)
+        self._writer = require_tensorboard()(str(folder), purge_step=step + 1)
 
     def __call__(self, record: Record) -> None:
         for key, value in record.items():

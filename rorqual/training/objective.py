@@ -28,14 +28,18 @@ def draw(packed: Packed, loss: LossRecipe, replay: float, window: int, seed: int
     """
     generator = keyed_generator("draw", seed, packed.number)
     choices = []
-    with_seam = bool(torch.rand((), generator=generator) < replay)
+    with_seam = bool(torch.rand((), generator=generator, device="cpu") < replay)
     for start, end in packed.pieces():
         n = end - start
         count = min(n, round(loss.indexer_rows * n)) if loss.indexer else 0
         count = max(count, 1) if loss.indexer and loss.indexer_rows else count
-        rows = torch.randperm(n, generator=generator)[:count].sort().values
+        rows = torch.randperm(n, generator=generator, device="cpu")[:count].sort().values.to(packed.ids.device)
         latest = n - window
-        seam = int(torch.randint(1, latest + 1, (), generator=generator)) if with_seam and latest >= 1 else None
+        seam = (
+            int(torch.randint(1, latest + 1, (), generator=generator, device="cpu"))
+            if with_seam and latest >= 1
+            else None
+        )
         choices.append(Choice(index_rows=rows, row_weight=n / max(1, count), seam=seam))
     return choices
 
@@ -51,7 +55,7 @@ def balance_loss(routing: Sequence[Routed], lengths: Sequence[int], totals: Tota
     f: the expert's share of the sequence's choices, times the number of experts (1 when even; no gradient).
     P: mean over the sequence of the expert's normalised score.
     """
-    total = torch.zeros(())
+    total = torch.zeros((), device=routing[0].scores_TE.device if routing else None)
     for routed in routing:
         experts, slots = routed.scores_TE.shape[1], routed.index_Tk.shape[1]
         share = routed.scores_TE / routed.scores_TE.sum(1, keepdim=True).clamp_min(1e-20)

@@ -14,12 +14,20 @@ _MEMORY = 50
 """Steps over which the rate that gives the time left is taken."""
 
 
+class _Console(Console):
+    """Where nobody listens any more (a closed pipe) it falls silent; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Reporter:
-    """Speaks for one process. A silent one says nothing (ranks above 0)."""
+    """Speaks for one process. A silent one says nothing (ranks above 0). No failure to speak ends a run: a Ctrl-C
+    reaches `tee` too, and the run has yet to save."""
 
     def __init__(self, *, silent: bool = False, interval_s: float = 30.0, console: Console | None = None) -> None:
         """interval_s: between plain lines, where there is no terminal."""
-        self._console = console or Console(stderr=True, quiet=silent, highlight=False, soft_wrap=True)
+        self._console = console or _Console(stderr=True, quiet=silent, highlight=False, soft_wrap=True)
         self._interval_s = interval_s
         self._shown_s = -float("inf")
         self._times: deque[tuple[int, float]] = deque(maxlen=_MEMORY)
@@ -47,7 +55,7 @@ class Reporter:
         self._shown_s = now
         line = self._line(record)
         if self._bar is None:
-            self._console.print(line, markup=False)
+            self.note(line)
         else:
             self._bar.update(self._task, completed=record["step"], description=line)
 
@@ -60,7 +68,10 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """One line that stays."""
-        self._console.print(text, markup=False)
+        try:
+            self._console.print(text, markup=False)
+        except OSError:
+            self._console.quiet = True
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -7,15 +7,18 @@ out/checkpoints/    what --resume goes on from
 out/data/           tokenizer and token shards, unless another cache is named
 out/loss.png        the curve (needs matplotlib)
 out/model/          the exported model, as `rorqual.load` takes it
+out/model-plain/    the same unquantised, if asked for
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,7 @@ from rorqual.training.trainer import CHECKPOINTS, Ended, Trainer
 
 RUN = "run.json"
 CACHE = "data"
-MODEL = "model"
+MODEL, PLAIN_MODEL = "model", "model-plain"
 
 LearnerFactory = Callable[[Recipe, Tokenizer, torch.device], Learner]
 """Builds what is trained, from the recipe's seed; a baseline brings its own."""
@@ -76,7 +79,7 @@ def train(
     cache: str | os.PathLike[str] | None = None,
     tensorboard: bool = False,
     export: bool = True,
-    quantised: bool = True,
+    plain: bool = False,
     device: str = "cpu",
     learner: LearnerFactory | None = None,
     reporter: Reporter | None = None,
@@ -90,8 +93,9 @@ def train(
         resume: go on from the last checkpoint in `out`, if there is one.
         overrides: `section.key` of the recipe -> value, as in {"run.steps": 100}.
         cache: where tokenizer and shards are kept, so that runs can share them; default `out/data`.
-        export: write `out/model` at the end, `quantised` in the recipe's weight formats or else as BF16.
-        device: cpu, cuda, or auto (cuda where there is one).
+        export: write `out/model` at the end, in the recipe's weight formats; `plain`: and beside it `out/model-plain`,
+            the same weights as BF16.
+        device: cpu, cuda, or auto (cuda where there is one; plain torch ops there, and never tried on a real one).
         learner: what to train instead of the V4.1 model; nothing is exported then.
 
     Raises:
@@ -102,7 +106,7 @@ def train(
     place = chosen_device(device)
     folder = Path("runs") / recipe.name if out is None else Path(out)
     paths = [Path(path) for path in data]
-    with joined(place.type) as processes:
+    with joined(place.type) as processes, ExitStack() as stack:
         reporter = reporter or Reporter(silent=not processes.first)
         state = _resumed(recipe, folder, processes, reporter) if resume else None
         if not resume:
@@ -111,6 +115,8 @@ def train(
             require_tensorboard()
         processes.barrier()  # nobody writes before all have looked
         texts = _prepared(recipe, paths, folder / CACHE if cache is None else Path(cache), processes)
+        if (lock := processes.first_does(lambda: _locked(folder))) is not None:
+            stack.callback(os.close, lock)
         if state is not None and state.fingerprint != texts.fingerprint:
             raise InputError(f"resume: the data differ from those of {folder}; give the same --data, or a new --out")
         trained = (learner or v41_learner)(recipe, texts.tokenizer, place)
@@ -129,7 +135,9 @@ def train(
         plot = _draw(recipe, folder, reporter) if processes.first else None
         model = None
         if export and learner is None and processes.first and not ended.signal:
-            model = _export(trained, recipe, texts.tokenizer, folder / MODEL, quantised)
+            model = _export(trained, recipe, texts.tokenizer, folder / MODEL, quantised=True)
+            if plain:
+                _export(trained, recipe, texts.tokenizer, folder / PLAIN_MODEL, quantised=False)
     return Trained(out=folder, first=processes.first, ended=ended, plot=plot, model=model)
 
 
@@ -154,16 +162,18 @@ def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     Raises:
         ConfigError: an unknown key, another type, or out of range.
     """
+    known = {
+        section.name: [key.name for key in dataclasses.fields(getattr(recipe, section.name))]
+        for section in dataclasses.fields(recipe)
+        if section.name not in ("name", "model")
+    }
     sections: dict[str, dict[str, Any]] = {}
     for path, value in overrides.items():
         name, _, key = path.partition(".")
-        section: Any = getattr(recipe, name, None)
-        known = {f.name for f in dataclasses.fields(section)} if hasattr(type(section), "RANGES") else set()
-        if key not in known:
-            raise ConfigError(f"{path} is no number of a recipe; legal: a section and a key, as in run.steps")
-        legal = type(section).RANGES.get(key)
-        if legal is not None and not legal[0] <= value <= legal[1]:
-            raise ConfigError(f"{path} is {value}, must be in {legal[0]:g}..{legal[1]:g}")
+        if name not in known:
+            raise ConfigError(f"{path} is no key of a recipe; legal: SECTION.KEY, the sections {', '.join(known)}")
+        if key not in known[name]:
+            raise ConfigError(f"{path} is unknown; legal: {', '.join(known[name])}")
         sections.setdefault(name, {})[key] = value
     return recipe.replace(
         **{name: dataclasses.replace(getattr(recipe, name), **values) for name, values in sections.items()}
@@ -182,7 +192,10 @@ def chosen_device(name: str) -> torch.device:
         if name == "cuda":
             raise InputError("device: cuda was asked for and there is none; legal here: cpu")
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", str(place + 1))) > count:
+        raise InputError(f"processes: more than the {count} CUDA devices of this machine; legal: 1..{count}")
+    device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     return device
 
@@ -191,9 +204,7 @@ def v41_learner(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> L
     """The V4.1 model of a recipe, fresh."""
     from rorqual.training.learner_v41 import V41Learner
 
-    if device.type != "cpu":
-        raise InputError(f"device: the V4.1 learner trains on cpu, not on {device.type}")
-    return V41Learner(fit_config(recipe.model, tokenizer), tokenizer, recipe.loss, recipe.run.seed)
+    return V41Learner(fit_config(recipe.model, tokenizer), tokenizer, recipe.loss, recipe.run.seed, device=device)
 
 
 def _refuse_occupied(out: Path) -> None:
@@ -210,6 +221,8 @@ def _resumed(recipe: Recipe, out: Path, processes: Processes, reporter: Reporter
     """The last checkpoint of a run that this recipe may go on with; None where the run has none yet."""
     if not out.is_dir() or not any(out.iterdir()):
         return None
+    if sorted(path.name for path in out.iterdir()) == [CACHE]:
+        return None  # stopped while it read the texts
     if not (out / RUN).is_file():
         raise InputError(f"out: {out} holds other files and no {RUN}; there is no run to resume")
     kept = checkpoints(out / CHECKPOINTS)
@@ -226,12 +239,24 @@ def _resumed(recipe: Recipe, out: Path, processes: Processes, reporter: Reporter
 
 def _prepared(recipe: Recipe, data: Sequence[Path], cache: Path, processes: Processes) -> TrainingData:
     """The first process builds the cache, the others read it."""
-    if not processes.first:
-        processes.barrier()
-    texts = TrainingData.prepare(recipe, data, cache, recipe.run.seed)
-    if processes.first:
-        processes.barrier()
-    return texts
+    texts = processes.first_does(lambda: TrainingData.prepare(recipe, data, cache, recipe.run.seed))
+    return texts or TrainingData.prepare(recipe, data, cache, recipe.run.seed)
+
+
+def _locked(out: Path) -> int:
+    """A handle that keeps other runs out of a folder until it is closed, or this process is gone.
+
+    Raises:
+        InputError: another run is in it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise InputError(f"out: another run is training in {out}; wait for it, or give a new folder") from None
+    return handle
 
 
 def _begin(recipe: Recipe, texts: TrainingData, out: Path, data: Sequence[Path]) -> None:
@@ -251,7 +276,7 @@ def _draw(recipe: Recipe, out: Path, reporter: Reporter) -> Path | None:
     return None
 
 
-def _export(learner: Learner, recipe: Recipe, tokenizer: Tokenizer, folder: Path, quantised: bool) -> Path:
+def _export(learner: Learner, recipe: Recipe, tokenizer: Tokenizer, folder: Path, *, quantised: bool) -> Path:
     """Written beside what an earlier, finished resume may have left, which it then replaces."""
     from rorqual.training.export import export
 
@@ -279,7 +304,7 @@ def summary(trained: Trained) -> list[str]:
         lines.append(f"curve: {trained.plot}")
     lines.append(f"checkpoints: {trained.out / CHECKPOINTS}")
     if ended.signal:
-        lines.append("stopped; go on with --resume")
+        lines.append("stopped; go on with the same command and --resume")
     if trained.model:
         lines.append(f"model: {trained.model}  (rorqual generate --model {trained.model} PROMPT)")
     return lines

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rorqual.engine.sampler import Sampler, SamplingParams
 from rorqual.training.batch import Packed
-from rorqual.training.learner import Learner
+from rorqual.training.learner import Learner, Phase
 
 SAMPLES = "samples.txt"
 
@@ -47,24 +47,32 @@ def prompts(batch: Sequence[Packed], params: SampleParams) -> list[Tensor]:
     return [pieces[index * len(pieces) // count] for index in range(count)]
 
 
-def continuation(learner: Learner, prompt: Tensor, stop: int | None, params: SampleParams, seed: int) -> list[int]:
+def continuation(
+    learner: Learner, phase: Phase, prompt: Tensor, stop: int | None, params: SampleParams, seed: int
+) -> list[int]:
     """New ids, without the stop id."""
     sampler = Sampler(SamplingParams(temperature=params.temperature, seed=seed))
     ids, new = prompt, []
     for _ in range(params.tokens):
-        token = sampler(learner.next_logits(ids).cpu())
+        token = sampler(learner.next_logits(ids, phase).cpu())
         if token == stop:
             break
         new.append(token)
-        ids = torch.cat([ids, ids.new_tensor([token])])
+        ids = torch.cat([ids, ids.new_full((1,), token)])
     return new
 
 
 def texts(
-    learner: Learner, decoder: Decoder, batch: Sequence[Packed], stop: int | None, params: SampleParams, seed: int
+    learner: Learner,
+    phase: Phase,
+    decoder: Decoder,
+    batch: Sequence[Packed],
+    stop: int | None,
+    params: SampleParams,
+    seed: int,
 ) -> Iterator[str]:
-    """`beginning |> continuation`, one a prompt; equal seeds give equal texts."""
+    """`beginning |> continuation`, one a prompt, by the model as it is in `phase`; equal seeds give equal texts."""
     for index, prompt in enumerate(prompts(batch, params)):
-        new = continuation(learner, prompt, stop, params, (seed + index) % (1 << 63))
+        new = continuation(learner, phase, prompt, stop, params, (seed + index) % (1 << 63))
         head = decoder.decode(prompt.tolist(), skip_special_tokens=False)
         yield f"{head} |> {decoder.decode(new, skip_special_tokens=False)}"

@@ -65,7 +65,11 @@ def recipe_document(recipe: Recipe) -> dict[str, Any]:
 
 
 def save(folder: Path, state: State, tokenizer: str, keep: int) -> Path:
-    """Write `folder/step-N` and drop all but the last `keep`; tokenizer: the text of its tokenizer.json."""
+    """Write `folder/step-N` and drop all but the last `keep`; tokenizer: the text of its tokenizer.json.
+
+    Raises:
+        CheckpointError: it cannot be written (a full disk); the one before is whole.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{state.step:08d}"
     unfinished = folder / f"{_UNFINISHED}{target.name}"
@@ -88,8 +92,10 @@ def save(folder: Path, state: State, tokenizer: str, keep: int) -> Path:
         if target.exists():
             shutil.rmtree(target)
         unfinished.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{target}: cannot be written ({error}); the checkpoint before it is whole") from None
         raise
     sync(folder)
     for old in checkpoints(folder)[:-keep]:

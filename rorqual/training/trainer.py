@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from rorqual.training.distributed import Processes
 from rorqual.training.interrupt import Interrupt
 from rorqual.training.learner import Learner, Phase, Totals
 from rorqual.training.metrics import METRICS, Log, MetricsLog, Record, Sink, add_up, imbalance, peak_bytes
-from rorqual.training.optim.clip import GradientNorm, clip_gradients
+from rorqual.training.optim.clip import GradientNorm, by_loss, clip_gradients
 from rorqual.training.optim.schedule import factor
 from rorqual.training.precision import reduced_products
 from rorqual.training.progress import Reporter
@@ -110,6 +110,7 @@ class Trainer:
         self._stop_id = stop_id
         self._log_sizes: dict[str, int] = {METRICS: 0, SAMPLES: 0}
         self._parameters = list(learner.parameters.values())
+        self._parts = by_loss(learner.parameters)
         self._device = self._parameters[0].device
         self._heldout: dict[int, Sequence[Packed]] = {}
 
@@ -172,9 +173,9 @@ class Trainer:
         batch = self.data.batch(step, self.processes.rank, self.processes.world)
         self.optimiser.zero_grad()
         parts, loads, total, tokens = self._gradients(batch, step)
-        norm = clip_gradients(self.learner.parameters, self.recipe.optim.clip)
-        if not (math.isfinite(total) and norm.finite):
-            raise ConfigError(self._not_finite(step, total, norm))
+        norms = {part: clip_gradients(some, self.recipe.optim.clip) for part, some in self._parts.items()}
+        if not (math.isfinite(total) and all(norm.finite for norm in norms.values())):
+            raise ConfigError(self._not_finite(step, total, norms.values()))
         rate = factor(step, self.recipe.run.steps, self.recipe.optim)
         self.optimiser.step(rate)
         self.learner.after_step(loads)
@@ -186,7 +187,7 @@ class Trainer:
             "tokens": self.tokens,
             **parts,
             "total": total,
-            "grad_norm": norm.value,
+            **{"grad_norm" + ("" if part == "backbone" else f"_{part}"): norm.value for part, norm in norms.items()},
             "lr": self.recipe.optim.lr * rate,
             "seq_len": self.recipe.seq_len_at(step),
             "imbalance": imbalance(loads),
@@ -227,7 +228,6 @@ class Trainer:
         the characters of the targets' text: special tokens cost bits and have no characters.
         """
         seq_len, phase = self._present()
-        phase = dataclasses.replace(phase, replay=0.0)
         nats, count, characters = 0.0, 0, 0
         share = self._heldout_sequences(seq_len)[self.processes.rank :: self.processes.world]
         for micro in micro_batches(share, self.recipe.data.micro_tokens):
@@ -253,15 +253,16 @@ class Trainer:
         """How the model goes on from held-out beginnings; none in processes above the first."""
         if not self.processes.first:
             return []
-        moved = self._moved(self._heldout_sequences(self._present()[0]))
+        seq_len, phase = self._present()
+        moved = self._moved(self._heldout_sequences(seq_len))
         seed = self.recipe.run.seed * 1_000_003 + self.steps_done
         with torch.no_grad():
-            return list(texts(self.learner, self.data.tokenizer, moved, self._stop_id, self._samples, seed))
+            return list(texts(self.learner, phase, self.data.tokenizer, moved, self._stop_id, self._samples, seed))
 
     def _present(self) -> tuple[int, Phase]:
-        """Sequence length and phase of the last step that was taken."""
+        """Sequence length and phase of the last step that was taken, without simulated seams."""
         step = max(0, self.steps_done - 1)
-        return self.recipe.seq_len_at(step), self.recipe.phase_at(step)
+        return self.recipe.seq_len_at(step), dataclasses.replace(self.recipe.phase_at(step), replay=0.0)
 
     def _heldout_sequences(self, seq_len: int) -> Sequence[Packed]:
         if seq_len not in self._heldout:
@@ -291,8 +292,9 @@ class Trainer:
             return batch
         return [dataclasses.replace(p, ids=p.ids.to(self._device), targets=p.targets.to(self._device)) for p in batch]
 
-    def _not_finite(self, step: int, total: float, norm: GradientNorm) -> str:
-        what = f"the gradient of {norm.broken} is not finite" if math.isfinite(total) else f"the loss is {total}"
+    def _not_finite(self, step: int, total: float, norms: Iterable[GradientNorm]) -> str:
+        broken = next((norm.broken for norm in norms if norm.broken), "")
+        what = f"the gradient of {broken} is not finite" if math.isfinite(total) else f"the loss is {total}"
         kept = checkpoints(self.out / CHECKPOINTS)
         where = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         return f"optim: {what} at step {step + 1}; {where}; try a lower lr, lr_adam, lr_table or clip"

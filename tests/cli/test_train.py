@@ -71,7 +71,9 @@ def last_state(out: Path) -> bytes:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_real_model_stopped_and_resumed_ends_in_the_same_bits(number: int, folder: Path) -> None:
     assert main(command(folder, "whole")) == 0
-    process = subprocess.Popen([sys.executable, "-c", MAIN, *command(folder, "broken")], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", MAIN, *command(folder, "broken")], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.close()  # as where the signal reaches `tee` too
     metrics = folder / "broken" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count('"step"') < 2 * 4:
@@ -123,12 +125,14 @@ def ended(number: int = 0) -> Any:
 def test_options_reach_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = Recorded(ended())
     monkeypatch.setattr(module, "train", recorded)
-    line = "train demo --data a --data b --out o --steps 5 --batch-tokens 64 --micro-tokens 32 --seed 9 --eval-every 2"
+    line = (
+        "train demo --data a --data b c d --out o --steps 5 --batch-tokens 64 --micro-tokens 32 --seed 9 --eval-every 2"
+    )
     line += (
         " --sample-every 0 --save-every 4 --keep 1 --cache c --device cpu --tensorboard --no-export --plain --resume"
     )
     assert main(line.split()) == 0
-    assert recorded.args == ("demo", [Path("a"), Path("b")], Path("o"))
+    assert recorded.args == ("demo", [Path("a"), Path("b"), Path("c"), Path("d")], Path("o"))
     assert recorded.options == {
         "resume": True,
         "overrides": {
@@ -145,12 +149,12 @@ def test_options_reach_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "device": "cpu",
         "tensorboard": True,
         "export": False,
-        "quantised": False,
+        "plain": True,
     }
     assert capsys.readouterr().out.splitlines() == ["out: 3 of 9 steps", "checkpoints: out/checkpoints"]
     assert main(["train", "demo"]) == 0
     assert recorded.options["overrides"] == {}
-    assert recorded.options["export"] and recorded.options["quantised"] and not recorded.options["resume"]
+    assert recorded.options["export"] and not recorded.options["plain"] and not recorded.options["resume"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
@@ -159,7 +163,7 @@ def test_a_stopped_run_says_so(
 ) -> None:
     monkeypatch.setattr(module, "train", Recorded(ended(number)))
     assert main(["train", "demo"]) == code
-    assert "stopped; go on with --resume" in capsys.readouterr().out
+    assert "stopped; go on with the same command and --resume" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

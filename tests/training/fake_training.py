@@ -30,7 +30,7 @@ def recipe(**run: Any) -> Recipe:
     defaults = {"steps": 8, "eval_every": 4, "eval_sequences": 4, "sample_every": 0, "save_every": 2, "autocast": "off"}
     return Recipe(
         name="fake",
-        model=presets.load("tiny"),
+        model=presets.load("tiny").without("vision"),
         data=DataRecipe(seq_len=16, batch_tokens=64, micro_tokens=64),
         optim=OptimRecipe(lr=0.02, lr_adam=0.02, lr_table=0.05, warmup=0.25),
         run=RunRecipe(**(defaults | run)),
@@ -123,7 +123,7 @@ class FakeLearner:
         ]
 
     @torch.no_grad()
-    def next_logits(self, ids: Tensor) -> Tensor:
+    def next_logits(self, ids: Tensor, phase: Phase) -> Tensor:
         return self._logits(ids, ids.roll(1))[0][-1]
 
     def _logits(self, ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

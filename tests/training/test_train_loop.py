@@ -81,7 +81,7 @@ def test_evaluation_by_hand(tmp_path: Path) -> None:
     record = run.evaluate()
     nats, count, characters = 0.0, 0, 0
     batch = data.heldout_batches(16, 5)
-    for packed, losses in zip(batch, run.learner.token_losses(batch, plan.last_phase), strict=True):
+    for packed, losses in zip(batch, run.learner.token_losses(batch, plan.phase_at(plan.run.steps - 1)), strict=True):
         kept = packed.targets[packed.targets != IGNORE]
         nats, count = nats + float(losses.sum()), count + len(kept)
         characters += len(data.tokenizer.decode(kept.tolist()))
@@ -115,7 +115,7 @@ def test_phases_and_lengths_follow_the_recipe(tmp_path: Path) -> None:
     assert not any(phase.draft for phase in trained)
     evaluated = [phase for phase in learner.phases if not phase.replay]
     assert evaluated[0] == dataclasses.replace(plan.phase_at(3), replay=0.0)
-    assert evaluated[-1] == plan.last_phase
+    assert evaluated[-1] == dataclasses.replace(plan.phase_at(plan.run.steps - 1), replay=0.0)
     records = read_metrics(tmp_path / METRICS)
     assert [r["seq_len"] for r in records if r["kind"] == "step"] == [16] * 4 + [32] * 4
     assert [r["seq_len"] for r in records if r["kind"] == "eval"] == [16, 32]

@@ -15,6 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from rorqual.errors import InputError
+from rorqual.training.learner import Phase
 from rorqual.training.metrics import Log, MetricsLog, TensorBoard, imbalance, read_metrics
 from rorqual.training.plot import draw, phase_marks, smoothed
 from rorqual.training.progress import Reporter, duration_text
@@ -46,6 +47,25 @@ def test_plain_lines_without_a_terminal() -> None:
     assert lines[100] == "step 100: held out: loss 3.0000, 1.5000 bits a character"
     assert lines[101] == "[brackets] are text"
     assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")])
+def test_nobody_listening_is_no_reason_to_end(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        tries = 0
+
+        def write(self, text: str) -> int:
+            self.tries += 1
+            raise error
+
+    stream = Closed()
+    monkeypatch.setattr(sys, "stderr", stream)
+    reporter = Reporter(interval_s=0)
+    reporter.begin(0, 2)
+    for step in (1, 2):
+        reporter.step(STEP | {"step": step})
+    reporter.note("saved")
+    assert stream.tries == 1, "then it is silent"
 
 
 def test_plain_lines_are_rationed_but_the_first_and_the_last() -> None:
@@ -188,11 +208,11 @@ def test_samples_repeat_with_their_seed_and_stop() -> None:
     data, learner = FakeData(recipe()), FakeLearner()
     params = SampleParams(count=2, prompt=6, tokens=20)
     batch = data.heldout_batches(16, 3)
-    one, again, other = (list(texts(learner, data.tokenizer, batch, None, params, seed)) for seed in (1, 1, 2))
+    one, again, other = (list(texts(learner, Phase(), data.tokenizer, batch, None, params, seed)) for seed in (1, 1, 2))
     assert one == again != other
     heads = [data.tokenizer.decode(prompt.tolist()) for prompt in prompts(batch, params)]
     assert all(text.startswith(f"{head} |> ") for text, head in zip(one, heads, strict=True))
-    new = continuation(learner, batch[0].ids, None, params, 1)
+    new = continuation(learner, Phase(), batch[0].ids, None, params, 1)
     assert len(new) == 20
-    stopped = continuation(learner, batch[0].ids, new[5], params, 1)
+    stopped = continuation(learner, Phase(), batch[0].ids, new[5], params, 1)
     assert stopped == new[: new.index(new[5])]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,7 +130,25 @@ def test_out_that_is_a_file_is_refused(texts: Path, tmp_path: Path) -> None:
 def test_a_try_that_failed_on_the_data_is_no_obstacle(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         go(plan(), tmp_path / "nowhere", tmp_path / "out")
-    assert go(plan(), texts, tmp_path / "out").ended.step == 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_nor_is_one_that_was_stopped_while_it_read_them(resume: bool, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    assert go(plan(), texts, tmp_path / "out", resume=resume).ended.step == 4
+
+
+def test_two_runs_do_not_share_a_folder(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    handle = os.open(out, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match="another run is training in"):
+        go(plan(), texts, out)
+    os.close(handle)
+    assert go(plan(), texts, out, resume=True).ended.step == 4
+    assert go(plan(), texts, tmp_path / "other").ended.step == 4, "the lock of a run ends with it"
 
 
 def test_missing_extras(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +165,17 @@ def test_missing_extras(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"run.step": 1}, r"run\.step is no number of a recipe"),
-        ({"steps": 1}, "steps is no number of a recipe"),
+        ({"run.step": 1}, r"run\.step is unknown; legal: steps, seed"),
+        ({"steps": 1}, "steps is no key of a recipe; legal: SECTION.KEY, the sections data, loss"),
         ({"model.hidden_size": 1}, r"model\.hidden_size is no"),
         ({"name.x": 1}, r"name\.x is no"),
         ({"run.steps": 0}, r"run\.steps is 0, must be in 1\.\."),
         ({"optim.lr": -1.0}, r"optim\.lr is -1\.0, must be in 0\.\.10"),
         ({"data.seq_len": 1 << 19}, r"data\.seq_len"),
+        ({"run.steps": "8"}, r"run\.steps must be an integer, got '8'"),
+        ({"run.steps": 8.5}, r"run\.steps must be an integer"),
+        ({"run.steps": True}, r"run\.steps must be an integer"),
+        ({"data.heldout": "abc"}, r"data\.heldout must be a list of strings"),
     ],
 )
 def test_overrides_are_checked(overrides: dict[str, Any], named: str) -> None:
@@ -170,3 +194,13 @@ def test_devices() -> None:
     assert chosen_device("cpu").type == "cpu"
     with pytest.raises(InputError, match="legal: auto, cpu, cuda"):
         chosen_device("tpu")
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        with pytest.raises(InputError, match=r"the 1 CUDA devices of this machine; legal: 1\.\.1"):
+            chosen_device("cuda")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_training import FakeLearner, recipe
+from safetensors import SafetensorError
 
 from rorqual.errors import CheckpointError, InputError
 from rorqual.training import state as module
@@ -79,15 +80,17 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     assert read(save(tmp_path, made(seconds=2.0), "{}", keep=2)).seconds == 2.0
 
 
-@pytest.mark.parametrize("stage", ["save_file", "sync"])
-def test_a_write_that_fails_leaves_the_one_before(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stage", "kind"), [("save_file", SafetensorError), ("sync", OSError)])
+def test_a_write_that_fails_leaves_the_one_before(
+    stage: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, made(1), "{}", keep=1)
 
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "disk")
+        raise kind("No space left on device")
 
     monkeypatch.setattr(module, stage, full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match=r"step-00000002: cannot be written \(No space left on device\)"):
         save(tmp_path, made(2), "{}", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert read(tmp_path / "step-00000001").step == 1

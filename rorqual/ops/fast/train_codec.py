@@ -138,6 +138,7 @@ class _FakeQuantize(torch.autograd.Function):
 class _FakeWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w_NK: Tensor, kind: Literal["fp8", "fp4"]) -> Tensor:
+        ctx.set_materialize_grads(False)  # an expert that nobody was routed to has no gradient, not one of zeros
         usable = w_NK.dtype == torch.float32 and w_NK.device.type == "cpu" and w_NK.ndim == 2 and w_NK.numel() > 0
         if kind == "fp4" and usable:
             return _rows_of(w_NK, E2M1_E8M0_32)
@@ -152,7 +153,7 @@ class _FakeWeight(torch.autograd.Function):
         return out_NK
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None]:
         return grad_outputs[0], None
 
 

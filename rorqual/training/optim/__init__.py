@@ -10,14 +10,23 @@ from torch import Tensor, nn
 
 from rorqual.errors import CheckpointError, ConfigError
 from rorqual.training.optim.adamw import AdamW
-from rorqual.training.optim.clip import GradientNorm, clip_gradients
+from rorqual.training.optim.clip import GradientNorm, by_loss, clip_gradients
 from rorqual.training.optim.groups import Groups, query_heads, sort_parameters
 from rorqual.training.optim.muon import Muon
 from rorqual.training.optim.schedule import factor
 from rorqual.training.optim.sinkhorn import SinkhornMomentum
 from rorqual.training.recipe import OptimRecipe
 
-__all__ = ["GradientNorm", "Groups", "Optimizers", "clip_gradients", "factor", "query_heads", "sort_parameters"]
+__all__ = [
+    "GradientNorm",
+    "Groups",
+    "Optimizers",
+    "by_loss",
+    "clip_gradients",
+    "factor",
+    "query_heads",
+    "sort_parameters",
+]
 
 
 class Optimizers:

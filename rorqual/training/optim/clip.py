@@ -1,4 +1,4 @@
-"""The gradient's norm over all parameters, and clipping by it."""
+"""Gradient norms, one for each part of a model that has losses of its own, and clipping by them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,21 @@ class GradientNorm:
         return not self.broken
 
 
+def by_loss(parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
+    """ "backbone", "indexer" and "draft", those there are: no loss moves two of them, so each has a norm of its own.
+
+    Under one norm the draft's first gradients, tens of times the backbone's, would all but stop the backbone.
+    """
+    parts: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        part = "draft" if name.startswith("mtp.") else "indexer" if ".indexer." in name else "backbone"
+        parts.setdefault(part, {})[name] = parameter
+    return parts
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Mapping[str, nn.Parameter], limit: float) -> GradientNorm:
-    """The global norm of dense and sparse gradients; they are scaled in place so that it is at most `limit`.
+    """The norm of these dense and sparse gradients together; they are scaled in place so that it is at most `limit`.
 
     limit: 0 for no clipping. A norm that is not finite scales nothing: the caller is to stop, or skip the step.
     Sparse gradients are replaced by coalesced ones: the parts of a row add up before they are squared.

@@ -1,4 +1,4 @@
-"""The global gradient norm, sparse parts included."""
+"""Gradient norms, sparse parts included, and clipping by them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rorqual.training.optim import clip_gradients
+from rorqual.training.optim import by_loss, clip_gradients
 
 
 def gradients() -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -53,3 +53,20 @@ def test_a_broken_gradient_is_named_and_nothing_scaled(name: str, value: float) 
 def test_no_gradients_no_norm() -> None:
     norm = clip_gradients({"a": nn.Parameter(torch.zeros(2))}, 1.0)
     assert norm.value == 0.0 and norm.finite
+
+
+def test_each_loss_has_a_norm_of_its_own() -> None:
+    names = ("embed.weight", "layers.1.attn.indexer.wk.weight", "mtp.0.attn.wq_b.weight", "layers.1.attn.wkv.weight")
+    parameters = {name: nn.Parameter(torch.zeros(2)) for name in names}
+    parts = by_loss(parameters)
+    assert {part: list(some) for part, some in parts.items()} == {
+        "backbone": ["embed.weight", "layers.1.attn.wkv.weight"],
+        "indexer": ["layers.1.attn.indexer.wk.weight"],
+        "draft": ["mtp.0.attn.wq_b.weight"],
+    }
+    for parameter, size in zip(parameters.values(), (0.3, 2.0, 50.0, 0.4), strict=True):
+        parameter.grad = torch.tensor([size, 0.0])
+    norms = {part: clip_gradients(some, 1.0).value for part, some in parts.items()}
+    assert norms == pytest.approx({"backbone": 0.5, "indexer": 2.0, "draft": 50.0})
+    left = [float(parameter.grad[0]) for parameter in parameters.values() if parameter.grad is not None]
+    assert left == pytest.approx([0.3, 1.0, 1.0, 0.4]), "a loud draft does not quieten the backbone"
