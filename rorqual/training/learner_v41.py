@@ -26,7 +26,7 @@ from rorqual.training.forward import backbone, training_rows
 from rorqual.training.kv import Choice, FakeQuantize, LearningKV
 from rorqual.training.learner import Phase, StepLoss, Totals
 from rorqual.training.live import FakeWeight, LiveScope, Rounding, fake_quantize_weight
-from rorqual.training.objective import balance_loss, draw, expert_loads, next_token_loss
+from rorqual.training.objective import balance_loss, draw, expert_loads, next_token_loss, noised
 from rorqual.training.parameters import initial_parameters, trained_specs
 from rorqual.training.precision import with_autocast
 from rorqual.training.recipe import LossRecipe
@@ -79,8 +79,9 @@ class V41Learner:
     def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
         self.rounding.turn(phase.quantise_weights)
         w, model = self.weights, self.model
-        rows = training_rows(model, batch)
-        ids = torch.cat([packed.ids for packed in batch])
+        inputs = [noised(packed, w.noise, self.config.dspark_noise_token_id, self.seed) for packed in batch]
+        rows = training_rows(model, inputs)
+        ids = torch.cat([packed.ids for packed in inputs])
         targets = torch.cat([packed.targets for packed in batch])
         window = self.config.sliding_window
         choices = [c for packed in batch for c in draw(packed, w, phase.replay, window, self.seed)]

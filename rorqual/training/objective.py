@@ -6,6 +6,7 @@ or processes adds up to the same loss and the same gradients (field case 59).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +43,16 @@ def draw(packed: Packed, loss: LossRecipe, replay: float, window: int, seed: int
         )
         choices.append(Choice(index_rows=rows, row_weight=n / max(1, count), seam=seam))
     return choices
+
+
+def noised(packed: Packed, share: float, noise_id: int, seed: int) -> Packed:
+    """The sequence with a share of its tokens replaced, its targets as they were: what a small model with few texts
+    cannot learn by heart. Drawn anew for every sequence number, so at every pass over a text."""
+    if not share:
+        return packed
+    generator = keyed_generator("noise", seed, packed.number)
+    hit = torch.rand(packed.ids.shape[0], generator=generator, device="cpu") < share
+    return dataclasses.replace(packed, ids=packed.ids.masked_fill(hit.to(packed.ids.device), noise_id))
 
 
 def next_token_loss(logits_TV: Tensor, targets_T: Tensor, totals: Totals) -> Tensor:

@@ -115,6 +115,7 @@ class LossRecipe(Section):
     balance: the small sequence balance loss; bias_rate: step of the router bias, which needs no loss.
     draft_ce, draft_tv, draft_confidence: DSpark; anchors: share of the positions that a block is drafted after.
     replay: share of sequences with a simulated decoder seam.
+    noise: share of the input tokens that are replaced by DSpark's noise token, other ones at each pass over a text.
     """
 
     indexer: float = 1.0
@@ -126,6 +127,7 @@ class LossRecipe(Section):
     draft_confidence: float = 0.1
     anchors: float = 0.0625
     replay: float = 0.25
+    noise: float = 0.0
 
     NAME: ClassVar[str] = "loss"
     RANGES: ClassVar[Mapping[str, Range]] = {
@@ -138,6 +140,7 @@ class LossRecipe(Section):
         "draft_confidence": (0, 1e3),
         "anchors": (0, 1),
         "replay": (0, 1),
+        "noise": (0, 0.9),
     }
 
 
@@ -158,7 +161,7 @@ class PhaseRecipe(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimRecipe(Section):
-    """lr: Muon's matrices; lr_adam: everything small; lr_table: embeddings, heads, Engram tables.
+    """lr: Muon's matrices; lr_adam: everything small; lr_table: embeddings, heads; lr_engram: Engram's tables.
     momentum: of Muon and the tables; beta1, beta2: AdamW.
     clip: norm of the backbone's gradient, of the indexer's and of the draft's, each by itself; 0 for none.
     warmup, decay_from: fractions of the steps; flat between, then a cosine down to lr_end x peak.
@@ -168,6 +171,7 @@ class OptimRecipe(Section):
     lr: float = 2e-3
     lr_adam: float = 2e-3
     lr_table: float = 1e-2
+    lr_engram: float = 1e-2
     momentum: float = 0.95
     beta1: float = 0.9
     beta2: float = 0.95
@@ -183,6 +187,7 @@ class OptimRecipe(Section):
         "lr": (0, 10),
         "lr_adam": (0, 10),
         "lr_table": (0, 10),
+        "lr_engram": (0, 10),
         "momentum": (0, 0.9999),
         "beta1": (0, 0.9999),
         "beta2": (0, 0.999999),

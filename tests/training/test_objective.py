@@ -1,5 +1,6 @@
 """Losses beside the draft's, and what is drawn for them, against sums that are written out."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rorqual.training.kv import Routed
-from rorqual.training.learner import Totals
-from rorqual.training.objective import balance_loss, draw, expert_loads
+from rorqual.training.learner import Phase, Totals
+from rorqual.training.objective import balance_loss, draw, expert_loads, noised
 from rorqual.training.recipe import LossRecipe
-from tests.training.models import packed
+from tests.training.models import learner, packed
 
 WINDOW = 16
 
@@ -113,3 +114,25 @@ def test_what_is_drawn_hangs_on_number_and_seed_alone() -> None:
 
     assert drawn(4, 5) == drawn(4, 5) == drawn(4, 5, content=1)
     assert len({str(drawn(number, seed)) for number in range(5) for seed in range(5)}) == 25
+
+
+def test_noise_replaces_a_share_of_the_inputs_and_no_target() -> None:
+    whole = packed([400, 200], number=3)
+    found = noised(whole, 0.25, 499, seed=1)
+    hit = found.ids == 499
+    assert 0.2 < hit.float().mean() < 0.3
+    assert torch.equal(found.ids[~hit], whole.ids[~hit]) and torch.equal(found.targets, whole.targets)
+    assert (found.starts, found.number) == (whole.starts, whole.number)
+    assert torch.equal(noised(whole, 0.25, 499, seed=1).ids, found.ids), "decided by seed and number"
+    for other in (noised(whole, 0.25, 499, seed=2), noised(dataclasses.replace(whole, number=4), 0.25, 499, seed=1)):
+        assert not torch.equal(other.ids == 499, hit)
+    assert noised(whole, 0.0, 499, seed=1) is whole
+
+
+def test_the_learner_trains_on_noise_and_is_judged_without() -> None:
+    loud, quiet = learner(3, noise=0.5, draft_ce=0.0), learner(3, draft_ce=0.0)
+    batch = [packed([70, 20], number=1)]
+    totals = Totals(tokens=batch[0].trained, sequences=1)
+    clean, noisy = (made.loss(batch, Phase(draft=False), totals).parts["loss"] for made in (quiet, loud))
+    assert noisy != clean and noisy == pytest.approx(clean, abs=0.5)
+    assert torch.equal(loud.token_losses(batch, Phase())[0], quiet.token_losses(batch, Phase())[0])

@@ -17,6 +17,8 @@ from rorqual.training.optim.schedule import factor
 from rorqual.training.optim.sinkhorn import SinkhornMomentum
 from rorqual.training.recipe import OptimRecipe
 
+ENGRAM = ".engram."
+
 __all__ = [
     "GradientNorm",
     "Groups",
@@ -67,7 +69,12 @@ class Optimizers:
             ns_steps=recipe.ns_steps,
             kernel=muon,
         )
-        self._tables = SinkhornMomentum(pick(self.groups.tables), lr=recipe.lr_table, momentum=recipe.momentum)
+        engram = tuple(name for name in self.groups.tables if ENGRAM in name)
+        others = tuple(name for name in self.groups.tables if name not in engram)
+        self._tables = [
+            SinkhornMomentum(pick(names), lr=lr, momentum=recipe.momentum)
+            for names, lr in ((others, recipe.lr_table), (engram, recipe.lr_engram))
+        ]
         self._adamw = AdamW(
             pick(self.groups.decayed),
             pick(self.groups.plain),
@@ -79,7 +86,8 @@ class Optimizers:
     def step(self, factor: float) -> None:
         """One update with every learning rate times `factor`; parameters without gradient are left alone."""
         self._muon.step(factor)
-        self._tables.step(factor)
+        for tables in self._tables:
+            tables.step(factor)
         self._adamw.step(factor)
 
     def zero_grad(self) -> None:
@@ -89,7 +97,7 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<parameter>.momentum`, or AdamW's `.step`, `.exp_avg`, `.exp_avg_sq`: the live tensors, not copies."""
-        return {**self._muon.state(), **self._tables.state(), **self._adamw.state()}
+        return {**self._muon.state(), **self._tables[0].state(), **self._tables[1].state(), **self._adamw.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state, exact to the bit; nothing is changed if it does not fit.

@@ -176,3 +176,17 @@ def test_a_small_model_learns_and_the_kernels_learn_alike() -> None:
             optimisers.zero_grad()
             losses.append(float(loss.detach()))
         assert losses[-1] < 0.1 * losses[0], (muon, losses[0], losses[-1])
+
+
+def test_engrams_tables_have_a_rate_of_their_own() -> None:
+    recipe = OptimRecipe(lr=0.01, lr_adam=0.01, lr_table=0.01, lr_engram=0.0025, weight_decay=0.0)
+    parameters, optimizers = build(recipe=recipe)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = gradient(name, 0)
+    optimizers.step(1.0)
+    moved = {
+        name: float((parameters[name].detach() - before[name]).square().mean(1).sqrt().max())
+        for name in ("embed.weight", "layers.0.engram.embed.weight")
+    }
+    assert moved == pytest.approx({"embed.weight": 0.002, "layers.0.engram.embed.weight": 0.0005}, rel=1e-3)
