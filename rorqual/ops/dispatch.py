@@ -58,7 +58,7 @@ class Ops:
 
 
 def reference_ops() -> Ops:
-    """The plain torch twins; the only ops with gradients."""
+    """The plain torch twins, with torch's own gradients."""
     return Ops(
         name="plain",
         quantize=codec.quantize,

@@ -115,7 +115,7 @@ class LearningKV:
         ratio = self.config.roles[source].ratio if source is not None else 0
         groups = rows // ratio if ratio else 0
         if groups and slot in self._asked:
-            with products("highest"):  # as in `attend`: no two pieces have the same shapes
+            with products("highest"):  # no two pieces have the same shapes
                 self._teach(slot, q_nHC, keys, groups, ratio, sink_H)
         main = self._main[slot] if groups else keys[:0]
         masks = self._masks(slot, rows, groups, ratio, q_nHC.device)

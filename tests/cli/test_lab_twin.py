@@ -12,18 +12,13 @@ from rorqual.analysis.language import LanguagePlan
 from rorqual.analysis.text_quality import SamplingPlan
 from rorqual.cli.app import Verb, main
 from rorqual.training.data.sources import Files
+from tests.training.models import SMALL_MODEL
 
 VERBS = tuple(Verb(name=name, target=f"rorqual.cli.lab_twin:{name}", help=name) for name in ("twin", "speed"))
 PLAN = LanguagePlan(books=("held*",), windows=2, sampling=SamplingPlan(samples=2, replies=2))
 WORDS = "the whale sea ship sailor harpoon breathed surfaced dived closed over under and of it again slowly"
-RECIPE = """
-[model]
-base = "demo"
-hidden_size = 96
-q_lora_rank = 64
-o_lora_rank = 32
-moe_intermediate_size = 64
-[data]
+RECIPE = f"""
+{SMALL_MODEL}[data]
 vocab_size = 400
 seq_len = 64
 batch_tokens = 128

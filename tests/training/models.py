@@ -8,6 +8,15 @@ from rorqual.training.learner_v41 import V41Learner
 from rorqual.training.recipe import LossRecipe
 
 VOCAB = 500
+SMALL_MODEL = """
+[model]
+base = "demo"
+hidden_size = 96
+q_lora_rank = 64
+o_lora_rank = 32
+moe_intermediate_size = 64
+"""
+"""A recipe's `demo` at the widths of `tiny`."""
 
 
 def tiny_config() -> ModelConfig:

@@ -26,17 +26,11 @@ from rorqual.training.samples import SampleParams
 from rorqual.training.state import checkpoints
 from rorqual.training.trainer import CHECKPOINTS
 from tests.elsewhere import elsewhere
-from tests.training.models import packed, tiny_config
+from tests.training.models import SMALL_MODEL, packed, tiny_config
 
 PHASE = Phase(quantise_caches=True, quantise_weights=True, sparse=True, draft=True, replay=1.0)
-RECIPE = """
-[model]
-base = "demo"
-hidden_size = 96
-q_lora_rank = 64
-o_lora_rank = 32
-moe_intermediate_size = 64
-[data]
+RECIPE = f"""
+{SMALL_MODEL}[data]
 vocab_size = 320
 seq_len = 32
 batch_tokens = 64
