@@ -7,8 +7,9 @@ trainer, optimisers, schedule and data train it; parameters start by the same ru
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from rorqual.errors import ConfigError
 from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.initial import EMBED_STD, HEAD_STD, WRITE_GAIN
 from rorqual.training.learner import Phase, StepLoss, Totals
+from rorqual.training.objective import noised
 
 # T tokens of a batch, D hidden, H heads, C head dim, V vocabulary, P pieces of one length, n their length
 
@@ -105,23 +107,34 @@ def initial_twin(config: TwinConfig, seed: int) -> dict[str, nn.Parameter]:
 
 
 class DenseTwin:
-    """A `Learner`: next-token loss only; phases change nothing. Parameters may lie on any one device."""
+    """A `Learner`: next-token loss only; phases change nothing. Parameters may lie on any one device.
 
-    def __init__(self, config: TwinConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+    noise: what a sequence is trained on, from the sequence (`objective.noised`); judged and sampled without.
+    """
+
+    def __init__(
+        self,
+        config: TwinConfig,
+        parameters: Mapping[str, nn.Parameter],
+        noise: Callable[[Packed], Packed] = lambda packed: packed,
+    ) -> None:
         self.config = config
         self.parameters = dict(parameters)
+        self._noise = noise
 
     @classmethod
-    def fresh(cls, config: ModelConfig, seed: int) -> DenseTwin:
-        """The untrained twin of a config that is fitted to its tokenizer."""
+    def fresh(cls, config: ModelConfig, seed: int, noise_share: float = 0.0) -> DenseTwin:
+        """The untrained twin of a config that is fitted to its tokenizer; `noise_share` as a recipe's `noise`."""
         twin = twin_config(config)
-        return cls(twin, initial_twin(twin, seed))
+        noise = partial(noised, share=noise_share, noise_id=config.dspark_noise_token_id, seed=seed)
+        return cls(twin, initial_twin(twin, seed), noise)
 
     def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
         """The summed loss of the batch over the totals' tokens."""
         targets = torch.cat([sequence.targets for sequence in batch]).to(self._device)
         counted = targets != IGNORE
-        logits = self._logits(self._hidden(batch)[counted])
+        inputs = [self._noise(sequence) for sequence in batch]
+        logits = self._logits(self._hidden(inputs)[counted])
         total = F.cross_entropy(logits.float(), targets[counted], reduction="sum") / max(1, totals.tokens)
         return StepLoss(total=total, parts={"loss": float(total.detach())}, loads={})
 

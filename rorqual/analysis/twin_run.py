@@ -22,8 +22,8 @@ from rorqual.training.trainer import CHECKPOINTS
 
 
 def twin_learner(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> DenseTwin:
-    """The untrained twin of a recipe's model: what `train(learner=...)` takes."""
-    twin = DenseTwin.fresh(fit_config(recipe.model, tokenizer), recipe.run.seed)
+    """The untrained twin of a recipe's model: what `train(learner=...)` takes. It reads the same noise."""
+    twin = DenseTwin.fresh(fit_config(recipe.model, tokenizer), recipe.run.seed, recipe.loss.noise)
     for parameter in twin.parameters.values():
         parameter.data = parameter.data.to(device)
     return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import torch
 from tokenizers import Tokenizer
 
 from rorqual.analysis.dense_twin import DenseTwin, twin_config
-from rorqual.analysis.twin_run import load_twin, train_twin
+from rorqual.analysis.twin_run import load_twin, train_twin, twin_learner
 from rorqual.config import presets
 from rorqual.errors import InputError
 from rorqual.training.batch import Packed
+from rorqual.training.data.bpe import train_tokenizer
+from rorqual.training.data.documents import Document
 from rorqual.training.data.prepare import TrainingData
 from rorqual.training.fit import fit_config
-from rorqual.training.learner import Phase
+from rorqual.training.learner import Phase, Totals
 from rorqual.training.metrics import METRICS, read_metrics
+from rorqual.training.objective import noised
 from rorqual.training.progress import Reporter
-from rorqual.training.recipe import DataRecipe, OptimRecipe, Recipe, RunRecipe
+from rorqual.training.recipe import DataRecipe, LossRecipe, OptimRecipe, Recipe, RunRecipe
 
 TEXT = "A whale surfaced, breathed, and dived again; the sea closed over it. " * 30
 RECIPE = Recipe(
@@ -77,3 +81,19 @@ def test_phases_change_nothing() -> None:
     one = twin.token_losses(batch, Phase())
     other = twin.token_losses(batch, Phase(quantise_caches=False, quantise_weights=True, sparse=False, replay=1.0))
     assert one[0].equal(other[0])
+
+
+def test_it_trains_on_the_noise_of_the_recipe_and_is_judged_without() -> None:
+    tokenizer = train_tokenizer([Document(name="one", text=TEXT)], 300)
+    recipe = dataclasses.replace(RECIPE, loss=LossRecipe(noise=0.4))
+    loud = twin_learner(recipe, tokenizer, torch.device("cpu"))
+    quiet = twin_learner(RECIPE, tokenizer, torch.device("cpu"))
+    ids = torch.arange(60) + 30
+    whole = Packed(ids=ids[:-1], targets=ids[1:], starts=(0,), number=4)
+    totals = Totals(tokens=59, sequences=1)
+    noise_id = fit_config(recipe.model, tokenizer).dspark_noise_token_id
+    by_hand = noised(whole, 0.4, noise_id, recipe.run.seed)
+    assert (by_hand.ids == noise_id).sum() > 10
+    assert loud.loss([whole], Phase(), totals).parts == quiet.loss([by_hand], Phase(), totals).parts
+    assert loud.loss([whole], Phase(), totals).parts != quiet.loss([whole], Phase(), totals).parts
+    assert loud.token_losses([whole], Phase())[0].equal(quiet.token_losses([whole], Phase())[0])
