@@ -1,5 +1,5 @@
 # Every target does its own set-up; on a fresh machine it takes Python >= 3.11, make and pip, nothing else.
-#   make demo                   the main job: a model of the demo's config continues a passage
+#   make demo                   the main job: the shipped model continues a passage
 #   make demo PROMPT='...'      or a text of your own
 #   make test                   set-up, then the gate (scripts/check)
 #   make demo TORCH_INDEX=URL   take torch from another index than pip's own (first set-up only)
@@ -14,7 +14,6 @@ VENV := .venv
 RORQUAL := $(VENV)/bin/rorqual
 INSTALLED := $(VENV)/.installed
 WARM := $(VENV)/.warm
-DEMO := build/demo-model
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check bench serve setup warm clean
@@ -36,11 +35,8 @@ setup: $(INSTALLED)
 
 warm: $(WARM)
 
-$(DEMO)/config.json: | $(INSTALLED)
-	$(RORQUAL) init demo $(DEMO) --seed 0
-
-demo: $(WARM) $(DEMO)/config.json
-	$(RORQUAL) generate --model $(DEMO) --max-tokens 160 --temperature 0.7 --seed 1 --stats -- $${PROMPT:+"$$PROMPT"}
+demo: $(WARM)
+	$(RORQUAL) generate --max-tokens 160 --temperature 0.7 --seed 1 --stats -- $${PROMPT:+"$$PROMPT"}
 
 test: $(WARM)
 	bash scripts/check
