@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 import rorqual
 from rorqual.checkpoint import shipped
-from rorqual.checkpoint.names import PARTS, expected_tensors
 from rorqual.cli import main
 from rorqual.cli.generate import asked
 from rorqual.config import CacheFormats, Mode, ModelConfig, Part, WeightFormats
 from rorqual.engine.generate import encode, generate
 from rorqual.engine.sampler import SamplingParams
+from rorqual.inventory.names import PARTS, expected_tensors
 from rorqual.model.transformer import Transformer
 from rorqual.training.data.tokens import SPECIAL_TOKENS
 

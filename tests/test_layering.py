@@ -23,6 +23,7 @@ RANKS = {
     "config": 1,
     "formats": 1,
     "layout": 2,
+    "inventory": 2,
     "policies": 3,
     "ops": 3,
     "planner": 4,
@@ -44,7 +45,7 @@ FACADE = "__init__"
 TOP = max(RANKS.values())
 MAY_COMPUTE_IMPORTS = {FACADE, "cli"}
 
-TORCH_FREE = ("errors", "log", "config", "formats.spec", "layout", "policies", "planner", "pool", "store")
+TORCH_FREE = ("errors", "log", "config", "formats.spec", "layout", "inventory", "policies", "planner", "pool", "store")
 
 
 def sources(root: Path) -> list[Path]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rorqual.checkpoint.parameters import active_parameters
 from rorqual.config import ModelConfig
 from rorqual.errors import ConfigError
+from rorqual.inventory.parameters import active_parameters
 from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.initial import EMBED_STD, HEAD_STD, WRITE_GAIN
 from rorqual.training.learner import Phase, StepLoss, Totals

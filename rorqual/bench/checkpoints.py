@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from rorqual.checkpoint.names import expected_tensors
-from rorqual.checkpoint.parameters import active_parameters
 from rorqual.checkpoint.random import write_random
 from rorqual.checkpoint.shipped import shipped_model
 from rorqual.config import ModelConfig, presets
 from rorqual.errors import InputError
+from rorqual.inventory.names import expected_tensors
+from rorqual.inventory.parameters import active_parameters
 
 
 @contextmanager

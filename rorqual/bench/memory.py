@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rorqual.bench.checkpoints import checkpoint, stored_bytes
 from rorqual.bench.report import Bar, JsonRow
-from rorqual.checkpoint.names import expected_tensors
-from rorqual.checkpoint.parameters import parameter_count
 from rorqual.config import ModelConfig
 from rorqual.errors import InputError
+from rorqual.inventory.names import expected_tensors
+from rorqual.inventory.parameters import parameter_count
 from rorqual.model.numerics import MODES
 from rorqual.ops.dispatch import Backend, Progress
 

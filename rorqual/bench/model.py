@@ -18,10 +18,10 @@ from rorqual.bench.checkpoints import active_bytes, check_positions, checkpoint,
 from rorqual.bench.report import Bar, TimeRow
 from rorqual.bench.roofline import Work
 from rorqual.bench.timing import Sample, elapsed, undisturbed
-from rorqual.checkpoint.parameters import active_parameters
 from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt, new_cache
 from rorqual.engine.sequence import Sequence as Running
+from rorqual.inventory.parameters import active_parameters
 from rorqual.model.load import load
 from rorqual.model.numerics import MODES
 from rorqual.model.transformer import Transformer

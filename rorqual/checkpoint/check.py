@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rorqual.checkpoint.index import StoredTensor
-from rorqual.checkpoint.names import TensorSpec
 from rorqual.errors import CheckpointError
+from rorqual.inventory.names import TensorSpec
 
 
 def check_tensors(expected: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor]) -> None:

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rorqual.checkpoint.names import TensorSpec
 from rorqual.config import ModelConfig
+from rorqual.inventory.names import TensorSpec
 
 
 class Normal(NamedTuple):

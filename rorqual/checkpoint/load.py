@@ -10,9 +10,9 @@ from torch import Tensor
 from rorqual.checkpoint.check import check_tensors
 from rorqual.checkpoint.index import StoredTensor, read_index
 from rorqual.checkpoint.mapping import MappedFile
-from rorqual.checkpoint.names import TensorSpec, expected_tensors
 from rorqual.checkpoint.scope import TensorSource, WeightScope
 from rorqual.config import ModelConfig
+from rorqual.inventory.names import TensorSpec, expected_tensors
 
 
 class Checkpoint:

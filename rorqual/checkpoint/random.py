@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rorqual.checkpoint.initial import Normal, distribution, draw, favour_own_copy
 from rorqual.checkpoint.mapping import TORCH_DTYPES
-from rorqual.checkpoint.names import GROUP, TensorSpec, expected_tensors, is_quantised_pair, scale_name
 from rorqual.checkpoint.tokenizer import copy_tokenizer, write_byte_tokenizer
 from rorqual.checkpoint.writer import CheckpointWriter, new_checkpoint_folder
 from rorqual.config import ModelConfig, WeightFormats
@@ -29,6 +28,7 @@ from rorqual.errors import CheckpointError, InputError
 from rorqual.formats.codec import quantize
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import Fp8Weight, quantize_weight
+from rorqual.inventory.names import GROUP, TensorSpec, expected_tensors, is_quantised_pair, scale_name
 
 Progress = Callable[[int, int], None]
 """(bytes written, bytes in all)."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rorqual.checkpoint.names import TensorSpec
 from rorqual.checkpoint.table import EngramTable
 from rorqual.errors import CheckpointError, FormatError
 from rorqual.formats.weights import DenseWeight, Fp4Weight, Fp8Weight, Weight
+from rorqual.inventory.names import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 from rorqual.checkpoint.header import ELEMENT_BYTES, LENGTH_BYTES
 from rorqual.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from rorqual.checkpoint.mapping import TORCH_DTYPES
-from rorqual.checkpoint.names import TensorSpec
 from rorqual.errors import CheckpointError
+from rorqual.inventory.names import TensorSpec
 
 UNFINISHED = ".unfinished"
 """The sub-folder that a checkpoint grows in. One left by a killed process is cleared by the next."""

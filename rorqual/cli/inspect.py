@@ -90,7 +90,7 @@ def _layer(role: LayerRole, own_bytes: Fraction) -> Facts:
 
 def parameters(config: ModelConfig) -> Facts:
     """Parameters by part, then the sums: everything, the backbone, and what one token is multiplied with."""
-    from rorqual.checkpoint.parameters import active_parameters, backbone_parameters, parameters_by_part
+    from rorqual.inventory.parameters import active_parameters, backbone_parameters, parameters_by_part
 
     by_part = parameters_by_part(config)
     active = active_parameters(config)
@@ -106,7 +106,7 @@ def parameters(config: ModelConfig) -> Facts:
 
 def checkpoint(config: ModelConfig) -> Facts:
     """What a checkpoint of this config holds, file headers left out."""
-    from rorqual.checkpoint.names import expected_tensors
+    from rorqual.inventory.names import expected_tensors
 
     tensors = expected_tensors(config).values()
     return {"tensors": len(tensors), "tensor_bytes": sum(tensor.nbytes for tensor in tensors)}

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from rorqual.checkpoint.check import nearest
 from rorqual.checkpoint.mapping import TORCH_DTYPES
-from rorqual.checkpoint.names import TensorSpec, expected_tensors, is_quantised_pair, scale_name
 from rorqual.checkpoint.tokenizer import TOKENIZER_FILE
 from rorqual.checkpoint.writer import CheckpointWriter, new_checkpoint_folder
 from rorqual.config import ModelConfig, WeightFormats
@@ -30,6 +29,7 @@ from rorqual.errors import CheckpointError
 from rorqual.formats.codec import quantize
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import Fp4Weight, quantize_weight
+from rorqual.inventory.names import TensorSpec, expected_tensors, is_quantised_pair, scale_name
 from rorqual.model.ngram import compressed_token_map
 
 PLAIN = WeightFormats(dense="bf16", experts="bf16", engram="bf16")

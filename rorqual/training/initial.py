@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from rorqual.checkpoint.names import TensorSpec
 from rorqual.config import ModelConfig
+from rorqual.inventory.names import TensorSpec
 from rorqual.training.seeding import keyed_generator
 
 WRITE_GAIN = 0.5

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rorqual.checkpoint.names import TensorSpec
 from rorqual.checkpoint.table import EngramTable
 from rorqual.formats.codec import fake_quantize
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import DenseWeight, Weight, quantize_weight
+from rorqual.inventory.names import TensorSpec
 
 # N output rows, K input columns, R rows of a table, D its width
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rorqual.checkpoint.names import TensorSpec, expected_tensors
 from rorqual.config import ModelConfig
+from rorqual.inventory.names import TensorSpec, expected_tensors
 from rorqual.training.initial import initial_value
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rorqual.analysis.dense_twin import DenseTwin, TwinConfig, initial_twin, twin_config
-from rorqual.checkpoint.parameters import active_parameters
 from rorqual.config import presets
+from rorqual.inventory.parameters import active_parameters
 from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.learner import Phase, Totals
 

@@ -12,11 +12,11 @@ from rorqual.bench import kernels, model, report
 from rorqual.bench.checkpoints import check_positions, checkpoint, prefill_flops, random_ids
 from rorqual.bench.roofline import Roofline
 from rorqual.checkpoint import shipped
-from rorqual.checkpoint.parameters import active_parameters
 from rorqual.cli import main
 from rorqual.cli.bench import spelled
 from rorqual.config import presets
 from rorqual.errors import CheckpointError, InputError
+from rorqual.inventory.parameters import active_parameters
 
 Capture = pytest.CaptureFixture[str]
 

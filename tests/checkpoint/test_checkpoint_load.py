@@ -15,10 +15,10 @@ from rorqual.checkpoint.header import TensorEntry, read_header
 from rorqual.checkpoint.index import StoredTensor
 from rorqual.checkpoint.load import Checkpoint
 from rorqual.checkpoint.mapping import MappedFile
-from rorqual.checkpoint.names import expected_tensors
 from rorqual.checkpoint.writer import CheckpointWriter
 from rorqual.config import ModelConfig, WeightFormats, presets
 from rorqual.errors import CheckpointError
+from rorqual.inventory.names import expected_tensors
 
 
 def refused(folder: Path, config: ModelConfig) -> str:

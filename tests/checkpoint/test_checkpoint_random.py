@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from rorqual.checkpoint import random as random_module
 from rorqual.checkpoint.index import read_index
 from rorqual.checkpoint.load import Checkpoint
-from rorqual.checkpoint.names import expected_tensors
 from rorqual.checkpoint.random import write_random
 from rorqual.config import ModelConfig, WeightFormats, presets
 from rorqual.errors import CheckpointError, ConfigError, InputError
+from rorqual.inventory.names import expected_tensors
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

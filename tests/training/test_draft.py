@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rorqual.checkpoint.names import expected_tensors
 from rorqual.checkpoint.random import write_random
 from rorqual.config import CacheFormats, WeightFormats, presets
 from rorqual.engine.sequence import new_cache
 from rorqual.formats.weights import DenseWeight
+from rorqual.inventory.names import expected_tensors
 from rorqual.model.load import load
 from rorqual.model.rows import Segment, build_rows
 from rorqual.model.run import Run

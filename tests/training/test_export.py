@@ -12,13 +12,13 @@ from torch import Tensor
 
 import rorqual
 from rorqual.checkpoint.load import Checkpoint
-from rorqual.checkpoint.names import expected_tensors, is_quantised_pair
 from rorqual.checkpoint.tokenizer import read_tokenizer, write_byte_tokenizer
 from rorqual.config import ModelConfig, WeightFormats
 from rorqual.errors import CheckpointError
 from rorqual.formats.codec import fake_quantize
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import quantize_weight
+from rorqual.inventory.names import expected_tensors, is_quantised_pair
 from rorqual.model.ngram import compressed_token_map
 from rorqual.training.export import export, parameter_shapes
 

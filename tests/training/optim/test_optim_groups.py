@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rorqual.checkpoint.names import expected_tensors
 from rorqual.config import presets
+from rorqual.inventory.names import expected_tensors
 from rorqual.training.optim import Groups, query_heads, sort_parameters
 
 SUFFIXES = {

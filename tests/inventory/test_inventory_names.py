@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rorqual.checkpoint.header import read_header
-from rorqual.checkpoint.names import PARTS, TensorSpec, expected_tensors
 from rorqual.config import ModelConfig, WeightFormats, presets
+from rorqual.inventory.names import PARTS, TensorSpec, expected_tensors
 
 
 @pytest.fixture(scope="module")
@@ -163,5 +163,5 @@ def test_a_single_draft_is_first_and_last(tiny_config):
 
 
 def test_names_and_parameters_need_no_torch():
-    code = "import sys, rorqual.checkpoint.parameters, rorqual.checkpoint.index; assert 'torch' not in sys.modules"
+    code = "import sys, rorqual.inventory.parameters, rorqual.checkpoint.index; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rorqual.checkpoint.names import PARTS
-from rorqual.checkpoint.parameters import (
+from rorqual.config import ModelConfig, presets
+from rorqual.inventory.names import PARTS
+from rorqual.inventory.parameters import (
     active_parameters,
     backbone_parameters,
     expert_parameters,
     parameters_by_part,
 )
-from rorqual.config import ModelConfig, presets
 
 BILLION = 10**9
 

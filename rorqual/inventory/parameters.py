@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rorqual.checkpoint.names import PARTS, TensorSpec, expected_tensors, layer_prefix
 from rorqual.config import LayerRole, ModelConfig, Part
+from rorqual.inventory.names import PARTS, TensorSpec, expected_tensors, layer_prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
