@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from rorqual.config import VisionConfig
+from rorqual.config.image_grid import image_grid
 from rorqual.errors import InputError
-from rorqual.model.vision.grid import image_grid
 from rorqual.model.vision.image import (
     MAX_PIXELS,
     image_patches,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rorqual.config import VisionConfig
+from rorqual.config.image_grid import FEATURE, ImageGrid
 from rorqual.errors import InputError
 from rorqual.model.vision import tower as tower_module
-from rorqual.model.vision.grid import FEATURE, ImageGrid
 from rorqual.model.vision.image import ImageInput, image_patches, image_token_types, load_image
 from rorqual.model.vision.tower import (
     VisionTower,

@@ -22,8 +22,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from rorqual.config import VisionConfig
+from rorqual.config.image_grid import ImageGrid, image_grid
 from rorqual.errors import InputError
-from rorqual.model.vision.grid import ImageGrid, image_grid
 
 # Formats that decode in process from untrusted bytes; the others of Pillow start programs or are obscure.
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")

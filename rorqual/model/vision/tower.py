@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rorqual.config import VisionConfig
+from rorqual.config.image_grid import ImageGrid
 from rorqual.errors import InputError
-from rorqual.model.vision.grid import ImageGrid
 from rorqual.model.vision.image import ImageInput
 
 NORM_EPS = 1e-6

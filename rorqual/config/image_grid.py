@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rorqual.config import VisionConfig
+from rorqual.config.parts import VisionConfig
 from rorqual.errors import InputError
 
 # No image format holds a longer side; far beyond it the arithmetic below would no longer be exact.

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rorqual.config import VisionConfig
+from rorqual.config.image_grid import MAX_SIDE, image_grid
 from rorqual.errors import InputError
-from rorqual.model.vision.grid import MAX_SIDE, image_grid
 
 GRIDS = json.loads((Path(__file__).parents[1] / "goldens/fp32-vision/image_grid.json").read_text())
 
@@ -109,5 +109,5 @@ def test_impossible_sizes_are_refused_by_name(size: tuple[int, int]) -> None:
 
 
 def test_counting_positions_needs_no_torch() -> None:
-    code = "import sys, rorqual.model.vision.grid; sys.exit('torch' in sys.modules)"
+    code = "import sys, rorqual.config.image_grid; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
