@@ -6,7 +6,8 @@ The protocol of a verb
 - The function (by custom called `command`) is one that `typer` takes: annotated parameters, options described by
   `Annotated[..., typer.Option(...)]`, types importable at module level. Its docstring is the verb's `--help`.
 - A group of verbs, such as `lab`, has a module as its target: one with `VERBS` of its own, of which the next argument
-  picks one. The first line of its docstring heads the group's `--help`.
+  picks one. The first line of its docstring heads the group's `--help`. Its `BARE`, if it has one, is the command line
+  that the group's name alone stands for.
 - It returns None for success. `raise typer.Exit(1)` says that the work was done and its answer is no (a failed
   verification). A user's mistake is a `RorqualError`, a missing file included: the verb turns FileNotFoundError on a
   path that the user gave into InputError. Any other exception is a bug of ours and keeps its traceback.
@@ -58,6 +59,7 @@ class Verb:
 VERBS: tuple[Verb, ...] = (
     Verb(name="generate", target="rorqual.cli.generate:command", help="Continue a prompt, streaming the text"),
     Verb(name="inspect", target="rorqual.cli.inspect:command", help="Show layers, parameters and cache bytes"),
+    Verb(name="plan", target="rorqual.cli.plan", help="Bytes, FLOPs, sessions and traffic of a config, by formula"),
     Verb(name="init", target="rorqual.cli.init:command", help="Write a random checkpoint of any config"),
     Verb(name="train", target="rorqual.cli.train:command", help="Train a small model on text"),
     Verb(name="trace", target="rorqual.cli.trace:command", help="Dump every tensor of a forward pass"),
@@ -110,7 +112,8 @@ def _dispatch(arguments: list[str], verbs: Sequence[Verb], program: str = PROGRA
     target = verb.load()
     if isinstance(target, ModuleType):
         about = (target.__doc__ or "").split("\n")[0]
-        return _dispatch(arguments[1:], target.VERBS, f"{program} {name}", about)
+        rest = arguments[1:] or list(getattr(target, "BARE", ()))
+        return _dispatch(rest, target.VERBS, f"{program} {name}", about)
     return _run(target, f"{program} {name}", arguments[1:])
 
 
