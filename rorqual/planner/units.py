@@ -1,4 +1,4 @@
-"""Quantities as text. Decimal units (MB, GB) for capacities and rates, binary ones (MiB, GiB) where said; never mixed."""
+"""Quantities as text. Decimal units (MB, GB) unless binary ones (MiB, GiB) are asked for; never both in one text."""
 
 from __future__ import annotations
 
