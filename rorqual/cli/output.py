@@ -28,10 +28,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=SIMPLE, pad_edge=False, show_edge=False)
+    # As Text: in a plain string rich would take "[B]" for markup and drop it.
+    heading = Text(title) if title else None
+    table = Table(title=heading, title_justify="left", box=SIMPLE, pad_edge=False, show_edge=False)
     for index, name in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | None) for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell_text(value)) for value in row))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
@@ -54,7 +56,7 @@ def _rounded(name: str, value: Cell) -> str:
 
 
 def cell_text(value: Cell) -> str:
-    """A cell as text: `-` for None, yes or no, thousands grouped, floats to four significant digits."""
+    """A cell as text: `-` for None, yes or no, thousands grouped, floats to four significant digits or two decimals."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -62,7 +64,7 @@ def cell_text(value: Cell) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.2f}"
     return value
 
 

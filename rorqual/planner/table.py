@@ -29,7 +29,11 @@ class Table:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """The tables as CSV (RFC 4180, but with bare line feeds): a header line each, an empty line between two."""
+    """The tables as CSV (RFC 4180, but with bare line feeds): a header line each, an empty line between two.
+
+    >>> csv_text([Table(name="a", title="", columns=("x [B]", "y"), rows=((1, None),))])
+    'x [B],y\\n1,\\n'
+    """
     parts = []
     for table in tables:
         text = io.StringIO()

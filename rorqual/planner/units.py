@@ -1,7 +1,11 @@
-"""Quantities as text. Decimal units (MB, GB) unless binary ones (MiB, GiB) are asked for; never both in one text."""
+"""Quantities as text. Decimal units (MB, GB) unless binary ones (MiB, GiB) are asked for; never both in one text.
+
+Everything is rounded exactly, half to even, from the fraction that the value is: a text and its value never part.
+"""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 from rorqual.errors import InputError
@@ -11,13 +15,18 @@ Number = int | float | Fraction
 DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 COUNTS = ("", "K", "M", "B", "T")
+METRIC = ("", "k", "M", "G", "T", "P", "E")
 SUFFIXES = {name: 1000**power for power, name in enumerate(DECIMAL)} | {
     name: 1024**power for power, name in enumerate(BINARY)
 }
+TOKEN_UNITS = {"": 1, "k": 1000, "K": 1000, "M": 10**6, "Ki": 1024, "Mi": 2**20}
+# Bounded on purpose: 1e999999999 is a number too, and would take the machine with it.
+BYTES_TEXT = re.compile(r"([0-9][0-9_,]{0,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,2})?) *([A-Za-z]*)")
+TOKENS_TEXT = re.compile(r"([0-9][0-9_,]{0,20})([A-Za-z]*)")
 
 
 def decimal_bytes(count: Number, digits: int = 2) -> str:
-    """Bytes in units of 1000.
+    """Bytes in units of 1000, to at most `digits` decimals. Source: IEC 80000-13 leaves kB, MB, GB to the powers of 10.
 
     >>> decimal_bytes(890), decimal_bytes(890_000_000), decimal_bytes(2_703_360)
     ('890 B', '890 MB', '2.7 MB')
@@ -26,7 +35,7 @@ def decimal_bytes(count: Number, digits: int = 2) -> str:
 
 
 def binary_bytes(count: Number, digits: int = 2) -> str:
-    """Bytes in units of 1024.
+    """Bytes in units of 1024, to at most `digits` decimals. Source: the prefixes of IEC 80000-13.
 
     >>> binary_bytes(2_703_360), binary_bytes(890 * 2**20)
     ('2.58 MiB', '890 MiB')
@@ -35,16 +44,47 @@ def binary_bytes(count: Number, digits: int = 2) -> str:
 
 
 def count_text(count: Number, digits: int = 2) -> str:
-    """A count of parameters, FLOPs or tokens in units of 1000: K, M, B (10^9), T.
+    """A count of parameters or tokens in units of 1000, as model cards write them: K, M, B (10^9), T.
 
-    >>> count_text(15_472_910_336), count_text(384)
+    >>> count_text(15_468_675_184), count_text(384)
     ('15.47 B', '384')
     """
     return _scaled(count, 1000, COUNTS, digits).rstrip()
 
 
+def flops_text(count: Number, digits: int = 2) -> str:
+    """FLOPs in units of 1000 with the metric letters, as device data sheets write them: k, M, G (10^9), T, P.
+
+    >>> flops_text(22_011_707_392), flops_text(989.5e12)
+    ('22.01 G', '989.5 T')
+    """
+    return _scaled(count, 1000, METRIC, digits).rstrip()
+
+
+def fixed_text(value: Number, digits: int = 0) -> str:
+    """A number with exactly `digits` decimals, thousands grouped. In the value's own unit; rounded half to even.
+
+    >>> fixed_text(Fraction(2_703_360, 890), 1), fixed_text(Fraction(890_000_000, 2_703_360)), fixed_text(-1, 2)
+    ('3,037.5', '329', '-1.00')
+    """
+    scaled = round(Fraction(value) * 10**digits)
+    whole, rest = divmod(abs(scaled), 10**digits)
+    decimals = f".{rest:0{digits}d}" if digits else ""
+    return f"{'-' if scaled < 0 else ''}{whole:,}{decimals}"
+
+
+def number_text(value: Number, digits: int = 4) -> str:
+    """A number with at most `digits` decimals, no zeros at its end, thousands grouped. In the value's own unit.
+
+    >>> number_text(890), number_text(Fraction(7, 2)), number_text(Fraction(14_057, 4)), number_text(2 / 3)
+    ('890', '3.5', '3,514.25', '0.6667')
+    """
+    text = fixed_text(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def plain_number(value: Number) -> int | float:
-    """A whole number as an int, else a float: what JSON and tables can hold.
+    """A whole number as an int, else a float: what JSON and tables can hold. In the value's own unit.
 
     >>> plain_number(Fraction(890)), plain_number(Fraction(7, 2))
     (890, 3.5)
@@ -55,25 +95,20 @@ def plain_number(value: Number) -> int | float:
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Bytes from a number with or without a unit; the inverse of what is printed.
+    """Bytes from a number with or without a unit, the inverse of what is printed; a broken byte is rounded down.
 
-    >>> parse_bytes("80GB", "--memory"), parse_bytes("1.5 GiB", "--memory"), parse_bytes("4096", "--memory")
-    (80000000000, 1610612736, 4096)
+    >>> parse_bytes("80GB", "--memory"), parse_bytes("1.5 GiB", "--memory"), parse_bytes("2,703,360", "--memory")
+    (80000000000, 1610612736, 2703360)
 
     Raises:
         InputError: no number, a negative one, or an unknown unit; the message names `name` and the units.
     """
-    stripped = text.strip()
-    unit = stripped.lstrip("0123456789.+-eE_ ")
-    number = stripped[: len(stripped) - len(unit)].strip()
-    try:
-        value = Fraction(number) * SUFFIXES[unit or "B"]
-    except (ValueError, KeyError, ZeroDivisionError):
-        value = Fraction(-1)
-    if value < 0:
+    match = BYTES_TEXT.fullmatch(text.strip())
+    unit = SUFFIXES.get(match[2] or "B") if match else None
+    if match is None or unit is None:
         legal = f"a number of bytes, 0 or more, with a unit of {', '.join(SUFFIXES)}"
         raise InputError(f"{name} must be {legal}; got {text!r}")
-    return int(value)
+    return int(Fraction(match[1].replace(",", "").replace("_", "")) * unit)
 
 
 def parse_tokens(text: str, name: str) -> int:
@@ -85,21 +120,16 @@ def parse_tokens(text: str, name: str) -> int:
     Raises:
         InputError: anything else; the message names `name`.
     """
-    units = {"k": 1000, "K": 1000, "M": 10**6, "Ki": 1024, "Mi": 2**20}
-    digits = text.strip().rstrip("kKMi").replace("_", "").replace(",", "")
-    unit = text.strip()[len(text.strip().rstrip("kKMi")) :]
-    if not digits.isascii() or not digits.isdigit() or (unit and unit not in units):
+    match = TOKENS_TEXT.fullmatch(text.strip())
+    unit = TOKEN_UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
         raise InputError(f"{name} must be a number of tokens such as 4096, 128Ki or 1M; got {text!r}")
-    return int(digits) * units.get(unit, 1)
+    return int(match[1].replace(",", "").replace("_", "")) * unit
 
 
 def _scaled(count: Number, base: int, units: tuple[str, ...], digits: int) -> str:
-    power, size = 0, abs(Fraction(count))
+    exact, power = Fraction(count), 0
     # Rounding must not print 1000 MB for what is 1 GB.
-    while power + 1 < len(units) and round(size / base**power, digits) >= base:
+    while power + 1 < len(units) and round(abs(exact) / base**power, digits) >= base:
         power += 1
-    value = Fraction(count) / base**power
-    text = f"{float(value):,.{digits}f}"
-    if "." in text:
-        text = text.rstrip("0").rstrip(".")
-    return f"{text} {units[power]}"
+    return f"{number_text(exact / base**power, digits)} {units[power]}"

@@ -1,5 +1,8 @@
 """What one decoded token computes and reads, as functions of the context: the terms that other figures are made of.
 
+Sources: the attention, indexer and Engram formulas of the V4.1 report and the release's config; groups and keys are
+counts, everything else is bytes or FLOPs. A context is the tokens that the new one sees, itself included.
+
 FLOPs count a multiplication and an addition as two. Embedding look-ups, norms, RoPE, softmax and sampling are left out:
 each is far below a percent.
 """
@@ -11,9 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rorqual.config import LayerRole, ModelConfig
+from rorqual.formats.spec import FORMATS
 from rorqual.inventory.names import expected_tensors
-from rorqual.inventory.parameters import active_parameters, expert_parameters, parameter_count
+from rorqual.inventory.parameters import expert_parameters, parameter_count
 from rorqual.layout import KVLayout
+from rorqual.planner.counts import active_counts, few_experts
+
+# `weights.engram` -> the format of a table's row.
+ENGRAM_FORMATS = {"fp8": FORMATS["e4m3_e8m0_32"], "bf16": FORMATS["bf16"], "fp32": FORMATS["fp32"]}
 
 
 def visible_groups(tokens: int, ratio: int) -> int:
@@ -72,7 +80,13 @@ def index_read_bytes(layout: KVLayout, tokens: int) -> int:
 
 
 def selected_groups(config: ModelConfig, role: LayerRole, tokens: int) -> int:
-    """Groups of global KV that one query of a layer attends to."""
+    """Groups of global KV that one query of a layer attends to: its Top-K, all visible ones where they are fewer.
+
+    >>> from rorqual.config import presets
+    >>> release = presets.load("v4.1-flash")
+    >>> [selected_groups(release, release.roles[i], 600) for i in (0, 2, 20)]
+    [0, 300, 512]
+    """
     return min(config.index_topk, visible_groups(tokens, role.ratio))
 
 
@@ -120,8 +134,7 @@ def engram_read_bytes(config: ModelConfig) -> int:
     """
     if not config.engram_layer_ids:
         return 0
-    width = config.engram_head_dim
-    row = {"fp8": width + -(-width // 32), "bf16": 2 * width, "fp32": 4 * width}[config.weights.engram]
+    row = ENGRAM_FORMATS[config.weights.engram].row_bytes(config.engram_head_dim)
     return len(config.engram_layer_ids) * config.engram_columns * row
 
 
@@ -148,25 +161,29 @@ def decode_flops(config: ModelConfig, tokens: int) -> Precision:
     """FLOPs of one decoded token at a context, head included, drafts not.
 
     FP8: products with quantised weights, whose activations are FP8 (FP4 experts too). BF16: attention, plain weights,
-    the head, and Wo_a, which is stored FP8 and used as BF16 (SPEC 3). FP4: index scores, FP4 on both sides.
+    the head, and Wo_a, which is stored FP8 and used as BF16 (SPEC 3). FP4: index scores, FP4 on both sides; they
+    count at the width of `cache.index_key` where a config keeps its index keys wider.
 
     >>> from rorqual.config import presets
     >>> decode_flops(presets.load("v4.1-flash"), 2**20).fp4
     22011707392
     """
     quantised, plain = _active_by_width(config)
+    index = index_flops(config, tokens)
+    bits = FORMATS[config.cache.index_key].bits
     return Precision(
-        fp4=index_flops(config, tokens),
-        fp8=2 * quantised,
-        bf16=2 * plain + attention_flops(config, tokens),
+        fp4=index if bits == 4 else 0,
+        fp8=2 * quantised + (index if bits == 8 else 0),
+        bf16=2 * plain + attention_flops(config, tokens) + (index if bits > 8 else 0),
     )
 
 
 @lru_cache(maxsize=16)
 def _active_by_width(config: ModelConfig) -> tuple[int, int]:
     """Active parameters, head included: those multiplied in FP8, those in BF16 or wider."""
-    active = active_parameters(config)
-    quantised = sum(_quantised(config))
+    active = active_counts(config)
+    # Routers are never quantised: beyond the chosen experts, their number changes nothing here. Nor do drafts.
+    quantised = sum(_quantised(few_experts(config.without("drafts"))))
     return quantised, active.decode_with_head - quantised
 
 

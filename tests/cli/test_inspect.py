@@ -154,6 +154,7 @@ def test_numbers_in_words(count: int, as_bytes: str, as_count: str) -> None:
 def test_cells() -> None:
     cells = (None, True, False, 1234567, -5, 0.123456, "word")
     assert [cell_text(cell) for cell in cells] == ["-", "yes", "no", "1,234,567", "-5", "0.1235", "word"]
+    assert cell_text(3514.25) == "3,514.25"
 
 
 def test_json_refuses_what_json_cannot_say() -> None:
