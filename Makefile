@@ -36,7 +36,7 @@ setup: $(INSTALLED)
 warm: $(WARM)
 
 demo: $(WARM)
-	$(RORQUAL) generate --max-tokens 160 --temperature 0.7 --seed 1 --stats -- $${PROMPT:+"$$PROMPT"}
+	$(RORQUAL) generate --max-tokens 160 --temperature 0.7 --seed 2 --stats -- $${PROMPT:+"$$PROMPT"}
 
 test: $(WARM)
 	bash scripts/check

@@ -1,7 +1,4 @@
-"""The model that ships with the package: what it is made of, what it weighs, and that it was trained.
-
-Not collected yet: becomes tests/test_shipped_model.py with the trained files in rorqual/checkpoint/demo.
-"""
+"""The model that ships with the package: what it is made of, what it weighs, and that it was trained."""
 
 from __future__ import annotations
 
