@@ -119,6 +119,19 @@ def heldout_documents(data: DataRecipe, tokenizer: Tokenizer, config: ModelConfi
     return encoded((d for d in source.documents() if d.family in held), tokenizer, config)
 
 
+def trained_documents(data: DataRecipe, tokenizer: Tokenizer, config: ModelConfig) -> list[Document]:
+    """The texts that a recipe with a corpus of its own trains on: what `heldout_documents` leaves.
+
+    Raises:
+        InputError: the corpus's packages are missing; the recipe has no corpus.
+    """
+    if data.corpus != "english":
+        raise InputError("data: the recipe has no corpus of its own; give --data")
+    source = English()
+    held = heldout_groups(source.documents(), data.heldout, data.heldout_fraction)
+    return encoded((d for d in source.documents() if d.family not in held), tokenizer, config)
+
+
 def run_documents(run: Path, tokenizer: Tokenizer) -> list[Document]:
     """The held-out texts of a training run.
 

@@ -26,6 +26,7 @@ VERBS: tuple[Verb, ...] = (
     Verb(name="quality", target="rorqual.cli.lab:quality", help="Loss of every cache, prefill, hit; drafts accepted"),
     Verb(name="language", target="rorqual.cli.lab:language", help="Loss against counts and a dense twin; its writing"),
     Verb(name="twin", target="rorqual.cli.lab_twin:twin", help="Train the dense twin of a recipe's model"),
+    Verb(name="own-text", target="rorqual.cli.lab_own_text:own_text", help="What a model says: texts for its drafts"),
     Verb(name="speed", target="rorqual.cli.lab_twin:speed", help="Race a training step against the dense twin's"),
 )
 

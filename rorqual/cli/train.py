@@ -10,10 +10,13 @@ import typer
 
 def command(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A preset (demo, tiny) or a TOML file.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A preset (demo, drafts, tiny) or a TOML file.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More of --data.")] = None,
     data: Annotated[list[Path] | None, typer.Option(help="Text, JSONL, or folders of them: --data PATH...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder, new or empty; default runs/NAME.")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder to start from: its values, its tokenizer.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of the optimiser, instead of the recipe's.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens a step.")] = None,
@@ -60,6 +63,7 @@ def command(
         export=export,
         plain=plain,
         device=device,
+        init=init,
     )
     if trained.first:
         for line in summary(trained):

@@ -46,8 +46,9 @@ TILE_VALUES = 1 << 18
 class DraftLoss:
     """total: the weighted sum, a scalar to call `backward` on (0 without a gradient where nothing can be drafted).
 
-    parts: "draft_ce" (nats), "draft_tv" (0..1; 1 less it is the acceptance) and "draft_confidence" (nats), unweighted.
-    Each is a mean over the pairs of a sequence, summed over sequences and divided by the step's.
+    parts: "draft_ce" (nats), "draft_tv" (0..1; 1 less it is the acceptance) and "draft_confidence" (nats), unweighted,
+    all drafts of a block alike. Each is a mean over the pairs of a sequence, summed over sequences and divided by the
+    step's. In `total` the pairs weigh as `LossRecipe.draft_decay` says.
     """
 
     total: Tensor
@@ -103,7 +104,7 @@ def draft_losses(
         hidden_TM: the backbone's target layers side by side, all rows of the batch in order.
         normed_TD: the backbone's normed output rows, which `head` turns into its distribution.
         run: ops with gradients, numerics, and whatever else the layers are to be given; its `kv` is not used.
-        loss: weights, and the share of positions that are anchors.
+        loss: weights, also within a block, and the share of positions that are anchors.
         seed: with a sequence's number it decides that sequence's anchors, however the step is cut.
         quantise: window keys go through the cache's format, straight through.
     """
@@ -117,11 +118,23 @@ def draft_losses(
         backbone_UV = run.ops.linear(normed_TD[row_U].float(), head, 0, False).softmax(-1)
     target_P = torch.cat([s.targets for s in batch])[drafted.source_P]
     ce, tv = distances(drafted.logits_PV, backbone_UV, of_P, target_P)
-    weight = anchors.weight_A[drafted.pair_P // block] / totals.sequences
-    sure = F.binary_cross_entropy_with_logits(drafted.confidence_P, 1 - tv.detach(), weight, reduction="sum")
-    parts = ((ce * weight).sum(), (tv * weight).sum(), sure)
-    total = loss.draft_ce * parts[0] + loss.draft_tv * parts[1] + loss.draft_confidence * parts[2]
-    return DraftLoss(total=total, parts={n: float(v.detach()) for n, v in zip(PARTS, parts, strict=True)})
+    sure = F.binary_cross_entropy_with_logits(drafted.confidence_P, 1 - tv.detach(), reduction="none")
+    each = torch.stack((ce, tv, sure))
+    even = anchors.weight_A[drafted.pair_P // block] / totals.sequences
+    rates = even.new_tensor((loss.draft_ce, loss.draft_tv, loss.draft_confidence))
+    total = rates @ each @ (even * block_weights(block, loss.draft_decay, even.device)[drafted.pair_P % block])
+    parts = (each.detach() @ even).tolist()
+    return DraftLoss(total=total, parts=dict(zip(PARTS, parts, strict=True)))
+
+
+def block_weights(block: int, decay: float, device: torch.device | None = None) -> Tensor:
+    """fp32 [g], 1 on average: of each draft of a block.
+
+    >>> block_weights(3, 0.5).tolist()
+    [1.7142857313156128, 0.8571428656578064, 0.4285714328289032]
+    """
+    weights = decay ** torch.arange(block, dtype=torch.float32, device=device)
+    return weights / weights.mean()
 
 
 def run_drafts(

@@ -48,7 +48,8 @@ class StepLoss:
 
     total: a scalar to call `backward` on.
     parts: "loss" (next token, nats), "indexer", "balance", "draft_ce", "draft_tv", "draft_confidence", as far as they
-        are on; already divided by the step's totals, so that micro-batches and processes add up.
+        are on; already divided by the step's totals, so that micro-batches and processes add up. Where the drafts learn
+        alone, "loss" is the sum that they are trained on.
     loads: MoE layer name -> int64 [E], tokens routed to each expert.
     """
 

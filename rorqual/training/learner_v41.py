@@ -13,6 +13,7 @@ from rorqual.config import Mode, ModelConfig
 from rorqual.errors import InputError
 from rorqual.formats.codec import fake_quantize
 from rorqual.layout import PAGE_TOKENS
+from rorqual.model.draft import Draft
 from rorqual.model.ngram import compressed_token_map, identity_token_map
 from rorqual.model.numerics import Numerics
 from rorqual.model.run import Run
@@ -22,7 +23,7 @@ from rorqual.ops.dispatch import Backend, Ops, reference_ops
 from rorqual.training.attend import PLAIN, Softmax
 from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.draft import draft_losses
-from rorqual.training.forward import backbone, training_rows
+from rorqual.training.forward import Outputs, backbone, training_rows
 from rorqual.training.kv import Choice, FakeQuantize, LearningKV
 from rorqual.training.learner import Phase, StepLoss, Totals
 from rorqual.training.live import FakeWeight, LiveScope, Rounding, fake_quantize_weight
@@ -30,6 +31,9 @@ from rorqual.training.objective import balance_loss, draw, expert_loads, next_to
 from rorqual.training.parameters import initial_parameters, trained_specs
 from rorqual.training.precision import with_autocast
 from rorqual.training.recipe import LossRecipe
+
+DRAFT = "mtp."
+"""What the draft's tensors are called by."""
 
 LOGIT_ROWS = 2048
 """Rows whose logits are held at once outside the loss."""
@@ -65,6 +69,9 @@ class V41Learner:
             raise InputError("model: it has a vision tower, which is not trained here; use config.without('vision')")
         self.config, self.tokenizer, self.weights, self.seed = config, tokenizer, loss, seed
         self.parameters: dict[str, nn.Parameter] = initial_parameters(config, seed, device)
+        if loss.learn == "draft":
+            for name, parameter in self.parameters.items():
+                parameter.requires_grad_(parameter.requires_grad and name.startswith(DRAFT))
         device = device or torch.device("cpu")
         fast = device.type == "cpu" if fast is None else fast
         self.ops, self.fake, self.softmax, fake_weight = _operations(fast, device)
@@ -77,6 +84,8 @@ class V41Learner:
             self.model = Transformer(config, scope, numerics, Backend("plain"), token_map, page_tokens_of(config))
 
     def loss(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
+        if self.weights.learn == "draft":
+            return self._draft_alone(batch, phase, totals)
         self.rounding.turn(phase.quantise_weights)
         w, model = self.weights, self.model
         inputs = [noised(packed, w.noise, self.config.dspark_noise_token_id, self.seed) for packed in batch]
@@ -99,25 +108,37 @@ class V41Learner:
             total, parts["balance"] = total + w.balance * balance, balance.item()
         loads = expert_loads(kv.routing)
         if phase.draft and model.draft is not None:
-            assert out.targets_TM is not None
-            drafted, kv_draft = self._run(phase, [])
-            found = draft_losses(
-                model.draft,
-                model.backbone.embed.detach(),
-                model.backbone.head,
-                out.targets_TM,
-                out.normed_TD.detach(),
-                batch,
-                run=drafted,
-                loss=w,
-                totals=totals,
-                seed=self.seed,
-                quantise=phase.quantise_caches,
-            )
-            total = total + found.total
-            parts |= found.parts
-            loads |= expert_loads(kv_draft.routing)
+            drafts = self._drafts(model.draft, out, batch, phase, totals)
+            total, parts, loads = total + drafts.total, parts | drafts.parts, loads | drafts.loads
         return StepLoss(total=total, parts=parts, loads=loads)
+
+    def _draft_alone(self, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
+        """No gradient through the backbone, so it runs as it does when it is judged: no noise, no seams."""
+        assert self.model.draft is not None and phase.draft
+        with torch.no_grad():
+            out = self._outputs(batch, phase)
+        drafts = self._drafts(self.model.draft, out, batch, phase, totals)
+        drafts.parts["loss"] = float(drafts.total.detach())
+        return drafts
+
+    def _drafts(self, draft: Draft, out: Outputs, batch: Sequence[Packed], phase: Phase, totals: Totals) -> StepLoss:
+        """The draft's losses after a forward of the backbone."""
+        assert out.targets_TM is not None
+        run, kv = self._run(phase, [])
+        found = draft_losses(
+            draft,
+            self.model.backbone.embed.detach(),
+            self.model.backbone.head,
+            out.targets_TM,
+            out.normed_TD.detach(),
+            batch,
+            run=run,
+            loss=self.weights,
+            totals=totals,
+            seed=self.seed,
+            quantise=phase.quantise_caches,
+        )
+        return StepLoss(total=found.total, parts=found.parts, loads=expert_loads(kv.routing))
 
     def after_step(self, loads: Mapping[str, Tensor]) -> None:
         """The router's bias without an auxiliary loss: down by `bias_rate` for a busy expert, up for an idle one."""
@@ -130,7 +151,7 @@ class V41Learner:
     @torch.no_grad()
     def token_losses(self, batch: Sequence[Packed], phase: Phase) -> list[Tensor]:
         targets = torch.cat([packed.targets for packed in batch])
-        normed = self._normed(batch, phase)
+        normed = self._outputs(batch, phase).normed_TD
         head = self.model.backbone.head.expand()
         losses = [
             F.cross_entropy(F.linear(part, head), target, ignore_index=IGNORE, reduction="none")
@@ -141,16 +162,16 @@ class V41Learner:
     @torch.no_grad()
     def next_logits(self, ids: Tensor, phase: Phase) -> Tensor:
         packed = Packed(ids=ids, targets=torch.full_like(ids, IGNORE), starts=(0,), number=0)
-        return F.linear(self._normed([packed], phase)[-1], self.model.backbone.head.expand())
+        return F.linear(self._outputs([packed], phase).normed_TD[-1], self.model.backbone.head.expand())
 
-    def _normed(self, batch: Sequence[Packed], phase: Phase) -> Tensor:
-        """fp32 [T, D] after the output norm, nothing drawn."""
+    def _outputs(self, batch: Sequence[Packed], phase: Phase) -> Outputs:
+        """Of the backbone, nothing drawn."""
         self.rounding.turn(phase.quantise_weights)
         rows = training_rows(self.model, batch)
         none = torch.empty(0, dtype=torch.int64, device=rows.positions_T.device)
         choices = [Choice(index_rows=none, row_weight=0.0, seam=None)] * len(rows.segments)
         run, _ = self._run(phase, choices)
-        return backbone(self.model, torch.cat([packed.ids for packed in batch]), rows, run).normed_TD
+        return backbone(self.model, torch.cat([packed.ids for packed in batch]), rows, run)
 
     def _run(self, phase: Phase, choices: list[Choice]) -> tuple[Run, LearningKV]:
         kv = LearningKV(

@@ -20,7 +20,7 @@ from rorqual.errors import ConfigError
 from rorqual.training.data.tokens import LEAST_VOCAB
 from rorqual.training.learner import Phase
 
-PRESETS = ("demo", "tiny")
+PRESETS = ("demo", "drafts", "tiny")
 
 Range = tuple[float, float]
 """Least and greatest legal value, both included; of a field of whole numbers both are integers."""
@@ -111,13 +111,16 @@ class DataRecipe(Section):
 class LossRecipe(Section):
     """Weights of the losses beside the next token's, 0 for off.
 
+    learn: "draft" leaves the backbone as it is: only DSpark's losses are taken, only its tensors change.
     indexer: KL to the joint softmax; indexer_rows: share of the query rows it is taken on.
     balance: the small sequence balance loss; bias_rate: step of the router bias, which needs no loss.
     draft_ce, draft_tv, draft_confidence: DSpark; anchors: share of the positions that a block is drafted after.
+    draft_decay: weight of a draft of a block relative to the one before it, which must be kept for it to matter.
     replay: share of sequences with a simulated decoder seam.
     noise: share of the input tokens that are replaced by DSpark's noise token, other ones at each pass over a text.
     """
 
+    learn: str = "all"
     indexer: float = 1.0
     indexer_rows: float = 0.25
     balance: float = 1e-3
@@ -125,6 +128,7 @@ class LossRecipe(Section):
     draft_ce: float = 1.0
     draft_tv: float = 1.0
     draft_confidence: float = 0.1
+    draft_decay: float = 1.0
     anchors: float = 0.0625
     replay: float = 0.25
     noise: float = 0.0
@@ -138,10 +142,12 @@ class LossRecipe(Section):
         "draft_ce": (0, 1e3),
         "draft_tv": (0, 1e3),
         "draft_confidence": (0, 1e3),
+        "draft_decay": (0.01, 1),
         "anchors": (0, 1),
         "replay": (0, 1),
         "noise": (0, 0.9),
     }
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {"learn": ("all", "draft")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +242,8 @@ class Recipe:
     """model: text only, before it is fitted to a tokenizer (`rorqual.training.fit.fit_config`).
 
     Raises:
-        ConfigError: a model with a vision tower; sequences longer than the model's positions.
+        ConfigError: a model with a vision tower; sequences longer than the model's positions; drafts alone where there
+            are none, or from later than the first step.
     """
 
     name: str
@@ -258,6 +265,13 @@ class Recipe:
             length = getattr(self.data, key)
             if length > positions:
                 raise ConfigError(f"data.{key} is {length}, must be at most the model's {positions} positions")
+        if self.loss.learn == "draft":
+            if not self.model.num_nextn_predict_layers:
+                raise ConfigError("loss.learn is 'draft', and the model has no draft layers; must be 'all'")
+            if self.phases.draft_from:
+                raise ConfigError(
+                    f"phases.draft_from is {self.phases.draft_from:g}, must be 0 where loss.learn is 'draft'"
+                )
 
     @classmethod
     def load(cls, source: str | os.PathLike[str]) -> Recipe:

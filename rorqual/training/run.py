@@ -37,10 +37,12 @@ from rorqual.training.optim import Optimizers, query_heads
 from rorqual.training.plot import PLOT, draw
 from rorqual.training.progress import Reporter, duration_text
 from rorqual.training.recipe import Recipe
+from rorqual.training.start import Start
 from rorqual.training.state import (
     State,
     check_recipe,
     checkpoints,
+    copy_into,
     read,
     recipe_document,
     write_atomically,
@@ -81,6 +83,7 @@ def train(
     export: bool = True,
     plain: bool = False,
     device: str = "cpu",
+    init: str | os.PathLike[str] | None = None,
     learner: LearnerFactory | None = None,
     reporter: Reporter | None = None,
 ) -> Trained:
@@ -96,16 +99,22 @@ def train(
         export: write `out/model` at the end, in the recipe's weight formats; `plain`: and beside it `out/model-plain`,
             the same weights as BF16.
         device: cpu, cuda, or auto (cuda where there is one; plain torch ops there, and never tried on a real one).
+        init: a checkpoint's folder, whose values the parameters start from and whose tokenizer reads the texts; the
+            recipe's model must be its model.
         learner: what to train instead of the V4.1 model; nothing is exported then.
 
     Raises:
         ConfigError: the recipe; or a loss that is not finite.
-        InputError: data, out, or a resume that does not fit.
+        InputError: data, out, init, or a resume that does not fit.
+        CheckpointError: init cannot be read.
     """
     recipe = changed(recipe if isinstance(recipe, Recipe) else Recipe.load(recipe), overrides or {})
     place = chosen_device(device)
     folder = Path("runs") / recipe.name if out is None else Path(out)
     paths = [Path(path) for path in data]
+    start = None if init is None else Start.read(init)
+    if start is None and recipe.loss.learn == "draft":
+        raise InputError("init: none given; drafts alone are trained for a model that is there: --init FOLDER")
     with joined(place.type) as processes, ExitStack() as stack:
         reporter = reporter or Reporter(silent=not processes.first)
         state = _resumed(recipe, folder, processes, reporter) if resume else None
@@ -114,12 +123,15 @@ def train(
         if tensorboard:
             require_tensorboard()
         processes.barrier()  # nobody writes before all have looked
-        texts = _prepared(recipe, paths, folder / CACHE if cache is None else Path(cache), processes)
+        tokenizer = None if start is None else start.tokenizer
+        texts = _prepared(recipe, paths, folder / CACHE if cache is None else Path(cache), processes, tokenizer)
         if (lock := processes.first_does(lambda: _locked(folder))) is not None:
             stack.callback(os.close, lock)
         if state is not None and state.fingerprint != texts.fingerprint:
             raise InputError(f"resume: the data differ from those of {folder}; give the same --data, or a new --out")
         trained = (learner or v41_learner)(recipe, texts.tokenizer, place)
+        if start is not None:
+            copy_into(trained.parameters, start.values(fit_config(recipe.model, texts.tokenizer)))
         trainer = _trainer(recipe, texts, trained, folder, processes, reporter)
         if state is not None:
             trainer.restore(state)
@@ -128,7 +140,7 @@ def train(
         if processes.first:
             for line in texts.summary().splitlines():
                 reporter.note(line)
-            _begin(recipe, texts, folder, paths)
+            _begin(recipe, texts, folder, paths, start)
             if tensorboard:
                 trainer.sinks.append(TensorBoard(folder / "tensorboard", trainer.steps_done))
         ended = trainer.run()
@@ -237,10 +249,12 @@ def _resumed(recipe: Recipe, out: Path, processes: Processes, reporter: Reporter
     return state
 
 
-def _prepared(recipe: Recipe, data: Sequence[Path], cache: Path, processes: Processes) -> TrainingData:
+def _prepared(
+    recipe: Recipe, data: Sequence[Path], cache: Path, processes: Processes, tokenizer: Tokenizer | None
+) -> TrainingData:
     """The first process builds the cache, the others read it."""
-    texts = processes.first_does(lambda: TrainingData.prepare(recipe, data, cache, recipe.run.seed))
-    return texts or TrainingData.prepare(recipe, data, cache, recipe.run.seed)
+    texts = processes.first_does(lambda: TrainingData.prepare(recipe, data, cache, recipe.run.seed, tokenizer))
+    return texts or TrainingData.prepare(recipe, data, cache, recipe.run.seed, tokenizer)
 
 
 def _locked(out: Path) -> int:
@@ -259,12 +273,13 @@ def _locked(out: Path) -> int:
     return handle
 
 
-def _begin(recipe: Recipe, texts: TrainingData, out: Path, data: Sequence[Path]) -> None:
+def _begin(recipe: Recipe, texts: TrainingData, out: Path, data: Sequence[Path], start: Start | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     document = {
         "recipe": recipe_document(recipe),
         "data": [str(path) for path in data],
         "fingerprint": texts.fingerprint,
+        **({} if start is None else {"init": str(start.folder)}),
     }
     write_atomically(out / RUN, json.dumps(document, indent=2) + "\n")
 

@@ -131,6 +131,7 @@ def test_options_reach_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     line += (
         " --sample-every 0 --save-every 4 --keep 1 --cache c --device cpu --tensorboard --no-export --plain --resume"
     )
+    line += " --resume --init m"
     assert main(line.split()) == 0
     assert recorded.args == ("demo", [Path("a"), Path("b"), Path("c"), Path("d")], Path("o"))
     assert recorded.options == {
@@ -150,6 +151,7 @@ def test_options_reach_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "tensorboard": True,
         "export": False,
         "plain": True,
+        "init": Path("m"),
     }
     assert capsys.readouterr().out.splitlines() == ["out: 3 of 9 steps", "checkpoints: out/checkpoints"]
     assert main(["train", "demo"]) == 0

@@ -24,7 +24,7 @@ from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import reference_ops
 from rorqual.training.batch import IGNORE, Packed
-from rorqual.training.draft import Drafted, DraftLoss, distances, draft_losses, draw_anchors, run_drafts
+from rorqual.training.draft import PARTS, Drafted, DraftLoss, distances, draft_losses, draw_anchors, run_drafts
 from rorqual.training.learner import Totals
 from rorqual.training.recipe import LossRecipe
 
@@ -211,6 +211,31 @@ def test_the_acceptance_is_a_target_that_the_confidence_does_not_move() -> None:
         losses([packed(20)], net, LossRecipe(anchors=1.0, draft_ce=0, draft_tv=0)).total.backward()
         assert all(t.grad is None or not t.grad.any() for t in of_logits)
         assert of_confidence.grad is not None and of_confidence.grad.any()
+
+
+def test_a_draft_weighs_less_than_the_one_before_it() -> None:
+    """The total is the sum over drafts, each weighted by its place in the block; the parts do not change."""
+    net, batch = model(), [packed(40), packed(25, number=1)]
+    hidden, normed = inputs(batch, net)
+    even = losses_of(batch, net, hidden, normed, EVERY, 2, True)
+    fading = losses_of(batch, net, hidden, normed, replace(EVERY, draft_decay=0.25), 2, True)
+    assert fading.parts == pytest.approx(even.parts, rel=1e-6)
+    rates = (EVERY.draft_ce, EVERY.draft_tv, EVERY.draft_confidence)
+    assert even.total.item() == pytest.approx(sum(even.parts[p] * w for p, w in zip(PARTS, rates, strict=True)))
+    anchors = draw_anchors(batch, 1.0, BLOCK, 0)
+    body = net.backbone
+    with torch.no_grad():
+        drafted = run_drafts(
+            net.draft, body.embed, body.head, hidden, batch, anchors, run=plain_run(net), quantise=True
+        )
+        backbone = F.linear(normed, body.head.expand()).softmax(-1)
+        targets = torch.cat([s.targets for s in batch])[drafted.source_P]
+        ce, tv = distances(drafted.logits_PV, backbone, drafted.source_P, targets)
+        sure = F.binary_cross_entropy_with_logits(drafted.confidence_P, 1 - tv, reduction="none")
+    share = torch.tensor([0.25**i for i in range(BLOCK)])
+    weight = anchors.weight_A[drafted.pair_P // BLOCK] / 2 * (share / share.mean())[drafted.pair_P % BLOCK]
+    expected = float(((ce + tv + 0.1 * sure) * weight).sum())
+    assert fading.total.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_short_pieces() -> None:

@@ -105,7 +105,9 @@ def test_a_bad_recipe_is_one_line(case: str) -> None:
 
 
 def test_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml is neither a file nor a preset; presets: demo, tiny$"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere\.toml is neither a file nor a preset; presets: demo, drafts, tiny$"
+    ):
         Recipe.load(tmp_path / "nowhere.toml")
     path = tmp_path / "mine.toml"
     path.write_bytes(b'model = "demo"  # caf\xe9')

@@ -54,11 +54,17 @@ class TrainingData:
 
     @classmethod
     def prepare(
-        cls, recipe: Recipe, paths: Sequence[str | os.PathLike[str]], cache_dir: str | os.PathLike[str], seed: int
+        cls,
+        recipe: Recipe,
+        paths: Sequence[str | os.PathLike[str]],
+        cache_dir: str | os.PathLike[str],
+        seed: int,
+        tokenizer: Tokenizer | None = None,
     ) -> TrainingData:
         """Read sources, train the tokenizer on what is not held out, tokenise; or open what the cache has of that.
 
         paths: text files, folders, JSONL (`rorqual.training.data.sources`), beside the recipe's corpus.
+        tokenizer: of a model that is to learn more; `vocab_size` of the recipe is not asked then.
 
         Raises:
             InputError: no source at all; a source that cannot be read; no text; the cache cannot be read or written.
@@ -70,11 +76,13 @@ class TrainingData:
             sources.append(Files(paths))
         if not sources:
             raise InputError("data: neither --data nor a corpus in the recipe; give at least one of them")
+        # A key of its own for a given tokenizer, the old one where it is trained: caches stay good.
+        vocabulary = {"vocab_size": data.vocab_size} if tokenizer is None else {"tokenizer": tokenizer.to_str()}
         key = key_of(
             {
                 "version": VERSION,
                 "sources": [source.fingerprint() for source in sources],
-                "vocab_size": data.vocab_size,
+                **vocabulary,
                 "heldout": list(data.heldout),
                 "heldout_fraction": data.heldout_fraction,
             }
@@ -85,6 +93,8 @@ class TrainingData:
 
         def decide() -> tuple[Tokenizer, set[str]]:
             held = heldout_groups(documents(), data.heldout, data.heldout_fraction)
+            if tokenizer is not None:
+                return tokenizer, held
             return train_tokenizer((found for found in documents() if found.family not in held), data.vocab_size), held
 
         return cls(open_or_build(Path(cache_dir), key, decide, documents), recipe, seed)
