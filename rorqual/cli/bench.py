@@ -1,4 +1,4 @@
-"""`rorqual bench`: measure kernels, a model, or its memory, against plain twins and bars, on this machine."""
+"""`rorqual bench`: measure kernels, a model, its memory, or the planner, against twins and bars, on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from rorqual.errors import InputError
 if TYPE_CHECKING:
     from rorqual.bench.report import JsonRow
 
-KINDS = ("kernels", "model", "memory")
+KINDS = ("kernels", "model", "memory", "plan")
+WITHOUT_MODEL = {"kernels": "kernels are", "plan": "the planner is"}
+MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s")
 TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "bar")
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model or memory.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory or plan.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
@@ -33,7 +35,7 @@ def command(
         str | None, typer.Option(metavar="PRESET", help="A random checkpoint of this preset instead.")
     ] = None,
 ) -> None:
-    """Measure on this machine: kernels and a model against their plain twins, or the memory a model keeps."""
+    """Measure on this machine: kernels and a model against their plain twins, a model's memory, the planner's times."""
     check(what, repeats, model, random)
 
     from rorqual.bench.report import check_out, write_document
@@ -55,10 +57,12 @@ def check(what: str, repeats: int | None, model: Path | None, random: str | None
         raise InputError(f"what: '{what}' cannot be measured; legal: {', '.join(KINDS)}")
     if repeats is not None and repeats < 1:
         raise InputError(f"repeats: {repeats} is not legal; legal: at least 1")
-    if what == "kernels":
+    if what in WITHOUT_MODEL:
         for name, value in (("model", model), ("random", random)):
             if value is not None:
-                raise InputError(f"{name}: kernels are measured without a checkpoint; legal: with model and memory")
+                raise InputError(
+                    f"{name}: {WITHOUT_MODEL[what]} measured without a checkpoint; legal: with model and memory"
+                )
     elif model is None and random is None:
         shipped_model()
     if model is not None and random is not None:
@@ -77,7 +81,7 @@ def spelled(what: str, repeats: int | None, quick: bool, model: Path | None, ran
 
 def measure(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
-    from rorqual.bench import kernels, memory
+    from rorqual.bench import kernels, memory, plan
     from rorqual.bench import model as models
     from rorqual.bench.report import Report
 
@@ -86,6 +90,9 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None, ran
         if what == "kernels":
             found = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
             return report.document(found, kernels.NOTES)
+        if what == "plan":
+            taken = plan.run_plan(repeats=repeats or plan.REPEATS, quick=quick, progress=progress)
+            return report.document(taken, plan.NOTES)
         if what == "model":
             times = models.run_model(
                 model=model, random=random, repeats=repeats or models.REPEATS, quick=quick, progress=progress
@@ -100,12 +107,13 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None, ran
 def show(document: Mapping[str, Any]) -> None:
     """The document as tables."""
     rows = document["rows"]
-    if document["what"] == "memory":
+    if document["what"] in ("memory", "plan"):
         for row in rows:
             facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
-            print_facts(f"{row['name']}: {row['shape']}", facts | {"decode_s": row["decode_s"]["median"]})
+            facts |= {key: value["median"] for key, value in row.items() if key in MEDIANS and value}
+            print_facts(f"{row['name']}: {row['shape']}", facts)
             if row.get("bar"):
-                print(f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}\n")
+                print(f"{_judged(row)}\n")
     else:
         print_table(TIME_COLUMNS, [_cells(row) for row in rows], title=document["command"])
         print()
@@ -136,6 +144,15 @@ def _time(name: str, sample: Mapping[str, float] | None) -> str:
     unit, factor = ("ms", 1e3) if sample["median"] >= 1e-3 else ("us", 1e6)
     numbers = [f"{sample[key] * factor:.4g}" for key in ("median", "min", "max")]
     return f"{name.removesuffix('_s')} {numbers[0]} {unit} ({numbers[1]} - {numbers[2]})"
+
+
+def _judged(row: Mapping[str, Any]) -> str:
+    """What a row without contestants is judged by: its time if it has a bar for it, else its peak."""
+    for key in ("start_s", "replay_s"):
+        if key in row and row["name"] != "memory":
+            median = f"{row[key]['median']:.3g} s"
+            return f"{key.removesuffix('_s')}: {_bar(row, median)}"
+    return f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}"
 
 
 def _bar(row: Mapping[str, Any], value: str) -> str:

@@ -51,7 +51,8 @@ def read_config(source: str) -> ModelConfig:
     from rorqual.config import ModelConfig, presets
 
     path = Path(source)
-    if path.exists():
+    # An empty name would be the folder that we happen to be in.
+    if source and path.exists():
         return ModelConfig.from_json(path)
     if source in presets.NAMES:
         return presets.load(source)

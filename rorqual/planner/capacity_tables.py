@@ -115,7 +115,7 @@ def sessions_table(deployment: Deployment, mixes: Sequence[Mix]) -> Table:
         short = None if fit else session_bytes(layout, mix, 1, rows) - available
         lines.append(
             (
-                mix.label,
+                mix.cell,
                 plain_number(stored + slot_bytes_logical(layout, rows)),
                 fixed,
                 plain_number(paged),

@@ -27,6 +27,8 @@ LEFT_OUT = (
 def size(family: Family, tokens: int | None = None, storage: str | None = None) -> Fraction:
     """Bytes of one sequence at a context, or bytes a token in the long run where `tokens` is None.
 
+    Source: `Family.token_bytes` and `Family.bytes_at`.
+
     storage: as `Family.storage`, None for native.
 
     >>> from rorqual.planner.families import load
@@ -37,7 +39,7 @@ def size(family: Family, tokens: int | None = None, storage: str | None = None) 
 
 
 def ratio(family: Family, first: Family, tokens: int | None = None, storage: str | None = None) -> Fraction | None:
-    """How many times `first`'s bytes `family` takes, exact; `size` says of what.
+    """How many times `first`'s bytes `family` takes, exact; `size` says of what. Unit: 1. Source: `size`.
 
     Antisymmetric: swapped, it is the exact inverse. None where either takes no bytes, which nothing is a multiple of
     (a model whose every layer slides has none a token).
@@ -52,6 +54,8 @@ def ratio(family: Family, first: Family, tokens: int | None = None, storage: str
 
 def compare(families: Sequence[Family], contexts: Sequence[int] | None = None) -> tuple[Table, ...]:
     """Five tables: bytes a token and fixed bytes; their ratios; totals at a context; groups by formula; storages.
+
+    Source: each family's own config; who stores it so, and where its config is from, is in the last table.
 
     contexts: tokens; None for `default_contexts`. Ratios are to the first family. A context beyond a model's positions
     leaves its row empty.
@@ -75,6 +79,8 @@ def compare(families: Sequence[Family], contexts: Sequence[int] | None = None) -
 def fits(family: Family, tokens: int) -> bool:
     """Whether the model's config allows a context of so many tokens; one that states no limit allows all.
 
+    Source: the config's `max_position_embeddings`.
+
     >>> from rorqual.planner.families import load
     >>> fits(load("deepseek-llm-67b"), 4096), fits(load("deepseek-llm-67b"), 4097)
     (True, False)
@@ -84,6 +90,8 @@ def fits(family: Family, tokens: int) -> bool:
 
 def default_contexts(families: Sequence[Family]) -> tuple[int, ...]:
     """Tokens: of `CONTEXTS` those that some model reaches, or all positions of the longest when it reaches none.
+
+    Source: the configs' `max_position_embeddings`.
 
     >>> from rorqual.planner.families import load
     >>> default_contexts([load("deepseek-llm-67b"), load("deepseek-v3")]), default_contexts([load("tiny")])

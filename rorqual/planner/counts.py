@@ -50,7 +50,7 @@ def active_counts(config: ModelConfig) -> ActiveParameters:
 def few_experts(config: ModelConfig) -> ModelConfig:
     """The same config with as few routed experts as its Top-K allows; itself when that saves nothing.
 
-    Source: `n_routed_experts` and `num_experts_per_tok`, counts of experts.
+    Unit: experts. Source: `n_routed_experts` and `num_experts_per_tok`.
 
     >>> from rorqual.config import presets
     >>> few_experts(presets.load("v4.1-flash")).n_routed_experts

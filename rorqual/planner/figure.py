@@ -35,7 +35,7 @@ class Figure:
     note: str = ""
 
     def document(self) -> dict[str, object]:
-        """For JSON: without the id, which is the key."""
+        """For JSON: without the id, which is the key. The value is a number; of a proportion a list of its terms."""
         return {
             "value": plain_number(self.value),
             "shown": self.shown,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from rorqual.errors import InputError
 from rorqual.layout import KVLayout
 from rorqual.planner.units import parse_tokens
+
+SHARE_TEXT = re.compile(r"[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,11 @@ class Mix:
     def mean_tokens(self) -> Fraction:
         """Tokens of a session, on average."""
         return sum((tokens * share for tokens, share in self.parts), Fraction(0))
+
+    @property
+    def cell(self) -> int | str:
+        """In a table: one context as a number, several as their label."""
+        return self.label if len(self.parts) > 1 else self.parts[0][0]
 
     @property
     def label(self) -> str:
@@ -68,13 +76,16 @@ def parse_mix(text: str) -> Mix:
         weight = _weight(share)
         if not colon or weight <= 0:
             raise InputError(f"--mix must be context:share pairs such as 4Ki:70,128Ki:25,1Mi:5; got {item.strip()!r}")
-        weights.append((one_context(parse_tokens(context, "--mix")).longest, weight))
+        tokens = parse_tokens(context, "--mix")
+        if not tokens:
+            raise InputError(f"--mix must have contexts of 1 token or more; got {item.strip()!r}")
+        weights.append((tokens, weight))
     total = sum(weight for _, weight in weights)
     return Mix(parts=tuple((tokens, weight / total) for tokens, weight in weights))
 
 
 def mean_pages(layout: KVLayout, mix: Mix) -> Fraction:
-    """Pages of a session, on average: every context rounded up to whole pages, then weighed.
+    """Pages of a session, on average: every context rounded up to whole pages, then weighed. Unit: pages.
 
     >>> from rorqual.config import presets
     >>> layout = KVLayout(presets.load("v4.1-flash"))
@@ -87,7 +98,5 @@ def mean_pages(layout: KVLayout, mix: Mix) -> Fraction:
 
 
 def _weight(text: str) -> Fraction:
-    try:
-        return Fraction(text.strip())
-    except (ValueError, ZeroDivisionError):
-        return Fraction(0)
+    """A share, 0 for what is none. Its digits are bounded: an exponent of millions is a number too."""
+    return Fraction(text) if SHARE_TEXT.fullmatch(text := text.strip()) else Fraction(0)

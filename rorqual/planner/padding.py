@@ -62,7 +62,7 @@ def padding(layout: KVLayout, mix: Mix, rows: RowFormat, page_tokens: int) -> Pa
 
 
 def mean_pages_of(mix: Mix, page_tokens: int) -> Fraction:
-    """Pages of a session of a mix, on average, for any page size.
+    """Pages of a session of a mix, on average, for any page size. Unit: pages.
 
     >>> from rorqual.planner.mix import one_context
     >>> mean_pages_of(one_context(1000), 64)

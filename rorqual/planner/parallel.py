@@ -73,7 +73,9 @@ def arrange(
     divisors = [way for way in range(1, count + 1) if count % way == 0]
     _one_of("tp", tp, [way for way in divisors if _attention_splits(config, way)], _tp_rule(config))
     legal = [way for way in divisors if _experts_split(config, way, count // way)]
-    _one_of("ep", (legal[-1] if legal else count) if ep is None else ep, legal, _ep_rule(config, count))
+    if not legal:
+        raise InputError(f"--count must allow an --ep, which is {_ep_rule(config, count)}; {count} allows none")
+    _one_of("ep", legal[-1] if ep is None else ep, legal, _ep_rule(config, count))
     return Ranks(count=count, tp=tp, dp_attention=dp_attention, ep=legal[-1] if ep is None else ep)
 
 

@@ -28,6 +28,8 @@ def row_formula(fmt: NumberFormat, width: int | str) -> str:
 def runs(values: Iterable[int]) -> str:
     """A sum with equal terms gathered, in order of first appearance; 0 without terms. In the values' own unit.
 
+    Source: the caller's values.
+
     >>> runs([524_288, 524_288, 524_288, 1_048_576, 16_384, 16_384]), runs([])
     ('3 x 524,288 + 1,048,576 + 2 x 16,384', '0')
     """
@@ -51,7 +53,7 @@ def per_token(ratios: Iterable[int], entry: str | int = "") -> str:
 
 
 def total(terms: Sequence[int | Fraction]) -> str:
-    """A sum of exact numbers; 0 without terms. In the terms' own unit.
+    """A sum of exact numbers; 0 without terms. In the terms' own unit. Source: the caller's terms.
 
     >>> total([720, 170]), total([Fraction(7, 4)])
     ('720 + 170', '1.75')

@@ -31,6 +31,8 @@ class Table:
 def csv_text(tables: Sequence[Table]) -> str:
     """The tables as CSV (RFC 4180, but with bare line feeds): a header line each, an empty line between two.
 
+    Units stay in the headers; source: the tables.
+
     >>> csv_text([Table(name="a", title="", columns=("x [B]", "y"), rows=((1, None),))])
     'x [B],y\\n1,\\n'
     """

@@ -140,6 +140,8 @@ def handover_layer_tokens(layout: KVLayout, tokens: int, mode: str) -> int:
 def nonnegative(name: str, value: Number) -> Fraction:
     """A number given by the caller, exactly, in its own unit; InputError if it is negative or not finite.
 
+    Source: the caller.
+
     >>> nonnegative("rate", 0.5)
     Fraction(1, 2)
     """
@@ -222,6 +224,8 @@ def pool_write_bytes(layout: KVLayout, prompt: int, output: int, hit: int) -> in
 def node_rate(prefill_rate: Number, computed: int) -> Fraction:
     """Requests a second [1/s] of a prefill node that computes `prefill_rate` tokens a second, `computed` a request.
 
+    Source: the caller's rate.
+
     >>> node_rate(20_000, 16_512)
     Fraction(625, 516)
     """
@@ -230,6 +234,8 @@ def node_rate(prefill_rate: Number, computed: int) -> Fraction:
 
 def emitted_rate(handover_bytes: int, prefill_rate: Number, computed: int) -> Fraction:
     """Bytes a second [B/s] that a busy prefill node sends: bytes of one hand-over x its requests a second.
+
+    Source: `node_rate`.
 
     >>> emitted_rate(29_175_832, 20_000, 32_768) == Fraction(29_175_832 * 20_000, 32_768)
     True
@@ -240,7 +246,7 @@ def emitted_rate(handover_bytes: int, prefill_rate: Number, computed: int) -> Fr
 
 
 def transfer_s(size: int, link: Number, latency_s: Number = 0) -> Fraction:
-    """Seconds [s] until `size` bytes have arrived over a link of `link` bytes a second.
+    """Seconds [s] until `size` bytes have arrived over a link of `link` bytes a second. Source: the caller's link.
 
     >>> transfer_s(29_175_832, 50_000_000_000, 0.0)
     Fraction(3646979, 6250000000)
@@ -250,6 +256,8 @@ def transfer_s(size: int, link: Number, latency_s: Number = 0) -> Fraction:
 
 def link_for(size: int, target_s: Number, latency_s: Number = 0) -> Fraction:
     """Bytes a second [B/s] of a link that hands `size` bytes over in `target_s` seconds; inverse of `transfer_s`.
+
+    Source: `transfer_s`.
 
     Raises:
         InputError: the target is not longer than the latency: no link is fast enough.
@@ -297,6 +305,8 @@ def shortest_fetch(layout: KVLayout, prefill_rate: Number, link: Number, latency
 def drive_writes_per_day(write_rate: Number, capacity: int) -> Fraction:
     """Drive writes a day (DWPD) [1/day] at `write_rate` bytes a second on disks of `capacity` bytes together.
 
+    Source: the drives' data sheets name it so.
+
     >>> drive_writes_per_day(10**9, 8_640_000_000_000)
     Fraction(10, 1)
     """
@@ -305,6 +315,8 @@ def drive_writes_per_day(write_rate: Number, capacity: int) -> Fraction:
 
 def disk_life_s(write_rate: Number, endurance: Number, amplification: Number = 1) -> Fraction | None:
     """Seconds [s] until disks rated for `endurance` bytes written (TBW x 10^12) are worn; None if nothing is written.
+
+    Source: the endurance in the drives' data sheet.
 
     amplification: bytes that the flash writes for each byte given to it, 1 for whole pages in large files.
 
@@ -317,6 +329,8 @@ def disk_life_s(write_rate: Number, endurance: Number, amplification: Number = 1
 
 def endurance_bytes(capacity: int, dwpd: Number, years: Number) -> Fraction:
     """Bytes [B] that disks rated `dwpd` drive writes a day for `years` years may be written: their TBW x 10^12.
+
+    Source: the drives' data sheet.
 
     >>> endurance_bytes(7_680_000_000_000, 1, 5)
     Fraction(14016000000000000, 1)

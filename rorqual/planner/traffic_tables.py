@@ -210,7 +210,7 @@ def _disk(case: TrafficCase, write_rate: Fraction) -> Iterator[Figure]:
 
 
 def figures_table(figures: Sequence[Figure], name: str = "figures", title: str = "Pool, break-even, disk") -> Table:
-    """Figures as rows: id, exact value, unit, as it is read, formula, the formula with numbers.
+    """Figures as rows: id, exact value, unit, as it is read, formula, the formula with numbers. Source: the figures.
 
     >>> figures_table([tokens_figure("hit_tokens", 384, "h", "384")]).rows
     (('hit_tokens', 384, 'tokens', '384', 'h', '384'),)
@@ -220,7 +220,7 @@ def figures_table(figures: Sequence[Figure], name: str = "figures", title: str =
 
 
 def plain_figure(name: str, value: int | Fraction, unit: str, formula: str, expression: str, shown: str = "") -> Figure:
-    """A derived figure, shown to four digits unless its text is given.
+    """A derived figure, shown to four digits unless its text is given. Unit and source: the caller's.
 
     >>> plain_figure("x", Fraction(1, 3), "1", "a / b", "1 / 3").shown
     '0.3333'
@@ -232,7 +232,7 @@ def plain_figure(name: str, value: int | Fraction, unit: str, formula: str, expr
 
 
 def tokens_figure(name: str, value: int, formula: str, expression: str) -> Figure:
-    """A derived number of tokens.
+    """A derived number of tokens. Source: the caller.
 
     >>> tokens_figure("x", 32_768, "a", "32768").shown
     '32.77 K'
@@ -241,7 +241,7 @@ def tokens_figure(name: str, value: int, formula: str, expression: str) -> Figur
 
 
 def bytes_figure(name: str, value: int | Fraction, unit: str, formula: str, expression: str) -> Figure:
-    """A derived size or rate in decimal units; `unit` is B or B/s.
+    """A derived size or rate in decimal units; `unit` is B or B/s. Source: the caller.
 
     >>> bytes_figure("x", 17_800_000, "B/s", "a", "17800000").shown
     '17.8 MB/s'
@@ -250,7 +250,7 @@ def bytes_figure(name: str, value: int | Fraction, unit: str, formula: str, expr
 
 
 def number_text(value: Number) -> str:
-    """A number as formulas spell it: exact where it is whole.
+    """A number as formulas spell it: exact where it is whole. In the value's own unit; source: the caller.
 
     >>> number_text(Fraction(3, 2)), number_text(Fraction(4, 2))
     ('1.5', '2')

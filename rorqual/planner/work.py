@@ -25,7 +25,7 @@ ENGRAM_FORMATS = {"fp8": FORMATS["e4m3_e8m0_32"], "bf16": FORMATS["bf16"], "fp32
 
 
 def visible_groups(tokens: int, ratio: int) -> int:
-    """Complete groups that a query at the end of `tokens` tokens sees.
+    """Complete groups that a query at the end of `tokens` tokens sees. Source: SPEC 5.
 
     >>> visible_groups(1_048_576, 2), visible_groups(5, 2), visible_groups(5, 0)
     (524288, 2, 0)
@@ -35,6 +35,8 @@ def visible_groups(tokens: int, ratio: int) -> int:
 
 def scored_groups(config: ModelConfig, role: LayerRole, tokens: int) -> int:
     """Index keys that a layer's indexer scores for one query; a user of the candidate pool no more than the pool.
+
+    Source: SPEC 5.
 
     >>> from rorqual.config import presets
     >>> release = presets.load("v4.1-flash")
@@ -49,7 +51,7 @@ def scored_groups(config: ModelConfig, role: LayerRole, tokens: int) -> int:
 
 
 def index_groups(config: ModelConfig, tokens: int) -> int:
-    """Index keys scored for one decoded token, all layers together.
+    """Index keys scored for one decoded token, all layers together. Source: SPEC 5.
 
     >>> from rorqual.config import presets
     >>> index_groups(presets.load("v4.1-flash"), 2**20)
@@ -59,7 +61,7 @@ def index_groups(config: ModelConfig, tokens: int) -> int:
 
 
 def index_flops(config: ModelConfig, tokens: int) -> int:
-    """FLOPs of the index scores of one token: 2 x heads x head dim for each key.
+    """FLOPs of the index scores of one token: 2 x heads x head dim for each key. Source: SPEC 5.
 
     >>> from rorqual.config import presets
     >>> index_flops(presets.load("v4.1-flash"), 2**20)
@@ -69,7 +71,7 @@ def index_flops(config: ModelConfig, tokens: int) -> int:
 
 
 def index_read_bytes(layout: KVLayout, tokens: int) -> int:
-    """Bytes of index keys read for one decoded token.
+    """Bytes of index keys read for one decoded token. Source: SPEC 2 and 5.
 
     >>> from rorqual.config import presets
     >>> index_read_bytes(KVLayout(presets.load("v4.1-flash")), 2**20)
@@ -82,6 +84,8 @@ def index_read_bytes(layout: KVLayout, tokens: int) -> int:
 def selected_groups(config: ModelConfig, role: LayerRole, tokens: int) -> int:
     """Groups of global KV that one query of a layer attends to: its Top-K, all visible ones where they are fewer.
 
+    Source: SPEC 5.
+
     >>> from rorqual.config import presets
     >>> release = presets.load("v4.1-flash")
     >>> [selected_groups(release, release.roles[i], 600) for i in (0, 2, 20)]
@@ -91,7 +95,7 @@ def selected_groups(config: ModelConfig, role: LayerRole, tokens: int) -> int:
 
 
 def attended(config: ModelConfig, role: LayerRole, tokens: int) -> int:
-    """Keys that one query of a layer attends to: its window and its Top-K.
+    """Keys that one query of a layer attends to: its window and its Top-K. Source: SPEC 5.
 
     >>> from rorqual.config import presets
     >>> release = presets.load("v4.1-flash")
@@ -104,6 +108,8 @@ def attended(config: ModelConfig, role: LayerRole, tokens: int) -> int:
 def attention_flops(config: ModelConfig, tokens: int) -> int:
     """FLOPs of scores and weighted sums of one decoded token: 4 x heads x head dim for each key of each layer.
 
+    Source: SPEC 5.
+
     >>> from rorqual.config import presets
     >>> attention_flops(presets.load("v4.1-flash"), 2**20)
     3221225472
@@ -114,6 +120,8 @@ def attention_flops(config: ModelConfig, tokens: int) -> int:
 
 def kv_read_bytes(layout: KVLayout, tokens: int) -> int:
     """Bytes of main KV and of windows that one decoded token reads; a layer that shares reads for itself.
+
+    Source: SPEC 2 and 5.
 
     >>> from rorqual.config import presets
     >>> kv_read_bytes(KVLayout(presets.load("v4.1-flash")), 2**20)
@@ -126,7 +134,7 @@ def kv_read_bytes(layout: KVLayout, tokens: int) -> int:
 
 
 def engram_read_bytes(config: ModelConfig) -> int:
-    """Bytes of Engram rows that one token reads, all tables: layers x columns x row.
+    """Bytes of Engram rows that one token reads, all tables: layers x columns x row. Source: SPEC 2 and 8.
 
     >>> from rorqual.config import presets
     >>> engram_read_bytes(presets.load("v4.1-flash"))

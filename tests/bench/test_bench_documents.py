@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from rorqual.bench import kernels
+from rorqual.bench import kernels, plan
 from rorqual.bench.cases import QUICK, Case, index_cases
 from rorqual.cli import main
+from rorqual.cli.bench import show
 from rorqual.ops import cpu
 
 Document = dict[str, Any]
 
 
 def run(out: Path, what: str, repeats: int = 1) -> Document:
-    random = [] if what == "kernels" else ["--random", "tiny"]
+    random = [] if what in ("kernels", "plan") else ["--random", "tiny"]
     assert main(["bench", what, "--quick", "--repeats", str(repeats), "--out", str(out), *random]) == 0
     document: Document = json.loads(out.read_text(encoding="utf-8"))
     return document
@@ -47,7 +48,7 @@ def numbers(value: object) -> Iterator[float]:
 
 def check_header(document: Document, what: str, repeats: int = 1) -> None:
     assert document["what"] == what and document["quick"] is True
-    random = "" if what == "kernels" else " --random tiny"
+    random = "" if what in ("kernels", "plan") else " --random tiny"
     assert document["command"] == f"rorqual bench {what} --repeats {repeats} --quick{random}"
     assert document["commit"] and document["date"].endswith("+00:00")
     assert {"cpu", "cores", "features", "path", "memory_bytes", "others_cpu_share"} <= document["machine"].keys()
@@ -121,6 +122,33 @@ def test_memory_of_a_fresh_process(tmp_path: Path, capsys: pytest.CaptureFixture
         assert row["cache_bytes"] > 0 and row["weight_bytes"] < row["fp32_weight_bytes"]
     out = capsys.readouterr().out
     assert "peak rss bytes" in out and "weight bytes" in out
+
+
+def test_the_planner_in_processes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path / "plan.json", "plan")
+    check_header(document, "plan")
+    *starts, replay, memory = document["rows"]
+    assert [row["shape"] for row in starts] == [f"rorqual plan {verb}" for verb in plan.VERBS]
+    assert all(0 < row["start_s"]["min"] <= row["start_s"]["median"] for row in starts)
+    assert (replay["name"], memory["name"]) == ("replay", "memory")
+    assert (replay["shape"], memory["shape"]) == ("500 requests", "1,000 requests")
+    for row in (replay, memory):
+        assert row["trace_bytes"] > 0 and row["replay_s"]["median"] > 0 and row["cpu_s"]["median"] > 0
+        # An interpreter and its imports; nothing where the system does not tell.
+        assert row["peak_rss_bytes"] == 0 or 10**7 < row["peak_rss_bytes"] < 5e8
+    assert "replay: 500 requests" in capsys.readouterr().out
+    # With a bar it says which: time for the one, memory for the other.
+    once = plan.Run(wall_s=2.0, cpu_s=1.0, peak_rss=6 * 10**8, told=1)
+    judged = [plan.replay_row(name, 5, 9, once, [once]) for name in ("replay", "memory")]
+    assert [row["bar"] for row in judged] == [
+        {"at_most": 20, "reached": True},
+        {"at_most": 500e6, "reached": False},
+    ]
+    show({**document, "rows": judged})
+    out = capsys.readouterr().out
+    assert "replay: 2 s <= 20: reached" in out and "peak: 600.0 MB <= 500.0 MB: MISSED" in out
+    with pytest.raises(RuntimeError, match=r"ended with 2: .*no verb 'plan nothing'"):
+        plan.plan("nothing")
 
 
 def test_nothing_of_this_machine_but_its_processor(kernel_run: Document, model_run: Document) -> None:

@@ -31,7 +31,7 @@ def test_the_default_is_the_release_on_eight_h200(capsys: Capture) -> None:
     told = document(capsys)
     names = ["weights", "memory", "beside", "sessions", "storage", "padding", "roofline"]
     assert list(told) == names
-    assert [row["context [tokens]"] for row in told["sessions"]] == ["4,096", "32,768", "131,072", "1,048,576"]
+    assert [row["context [tokens]"] for row in told["sessions"]] == [4096, 32_768, 131_072, 2**20]
     assert {row["global [B/token]"] for row in told["sessions"]} == {890}
     assert {row["fixed [B/session]"] for row in told["sessions"]} == {3_085_504}
     assert [row["global [B/token]"] for row in told["storage"]] == [890, 1490, 1650, 1630, 1790, 3200]
@@ -69,7 +69,7 @@ def test_the_users_own_machine(capsys: Capture) -> None:
     options = ("tiny", "--device", "cpu", "--memory", "64MiB", "--utilisation", "1", "--count", "1")
     quiet = document(capsys, *options, "--page", "16", "--chunk", "64")
     assert "roofline" not in quiet
-    assert [row["context [tokens]"] for row in quiet["sessions"]] == ["1,024"]
+    assert [row["context [tokens]"] for row in quiet["sessions"]] == [1024]
     rated = document(capsys, *options, "--page", "16", "--chunk", "64", "--bandwidth", "20GB/s", "--flops", "1e11")
     assert len(rated["roofline"]) == 5
     assert "give --memory" in refusal(capsys, "tiny", "--device", "cpu", "--count", "1")
@@ -98,6 +98,13 @@ def test_pages_that_the_model_cannot_have(capsys: Capture) -> None:
         (("--flops", "inf"), "--flops must be a finite number; got inf"),
         (("--tp", "16"), "--tp x --dp-attention must be --count; got 16 x 1, not 8"),
         (("--memory", "much"), "--memory must be a number of bytes"),
+        (("--memory", "1,5TB"), "--memory must be a number of bytes"),
+        (("--bandwidth", "80"), "--bandwidth must be above 0 with a unit of bytes or bits a second"),
+        (("--mix", "4Ki:1e9999999"), "--mix must be context:share pairs"),
+        (("--mix", "0:1"), "--mix must have contexts of 1 token or more; got '0:1'"),
+        (("--count", "0"), "--count must be in 1..65536; got 0"),
+        (("--count", "7"), "--count must allow an --ep, which is a divisor of --count"),
+        (("--hosts", "3"), "--hosts must be a divisor of --count (8); got 3"),
         (("--chunk", "0"), "--chunk must be 1 or more"),
         (("--check", "/nonexistent/engine.log"), "--check /nonexistent/engine.log: No such file"),
     ],

@@ -82,6 +82,7 @@ def test_chart(capsys: Capture, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("tiny",), "'tiny' is a model, not a technique; give it as --model tiny"),
         (("nsa",), "technique must be one of shared-latent, swa"),
         (("--json", "--csv"), "--json and --csv exclude each other"),
         (("--chart", "w.pdf"), "--chart must end in .png or .svg; got w.pdf"),

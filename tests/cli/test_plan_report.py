@@ -73,9 +73,9 @@ def test_a_model_that_does_not_fit_is_reported(tmp_path: Path) -> None:
 def test_a_model_too_small_for_eight_devices_gets_one(capsys: Capture, tmp_path: Path) -> None:
     read = made(tmp_path / "r.html", "tiny")
     assert "1 x H200 SXM" in read.text
-    assert "1,024 tokens in" in read.text
+    assert "512 tokens in, 512 out" in read.text
     assert main(["plan", "report", "tiny", "--count", "8", "--out", str(tmp_path / "s.html")]) == 2
-    assert "--ep must be" in capsys.readouterr().err
+    assert "--count must allow an --ep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ def test_curve_and_target(trace: str, capsys: Capture) -> None:
         "pool": "911.36 kB",
         "hit rate": round(1024 / 2600, 6),
     }
+    assert values(told["sample"]) == {"sampling_rate": 1, "sampled_uses": 5, "ceiling": pytest.approx(1024 / 2600)}
+    beyond = document(capsys, trace, "--target-hit-rate", "0.9")["curve"][-1]
+    assert beyond == {"": "target", "pool [pages]": None, "pool [B]": None, "pool": "out of reach", "hit rate": None}
     assert main(["plan", "trace", trace, "--curve"]) == 0
     assert "LRU; sampled 1 of the keys" in capsys.readouterr().out
 
@@ -119,6 +123,49 @@ def test_without_hashes(tmp_path: Path, capsys: Capture) -> None:
 def test_what_is_refused(trace: str, capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(["plan", "trace", trace, *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"rorqual: {message}")
+
+
+def test_a_target_out_of_range_is_refused_before_the_trace_is_read(tmp_path: Path, capsys: Capture) -> None:
+    for arguments in (["--target-hit-rate", "nan"], ["--json", "--csv"]):
+        assert main(["plan", "trace", str(tmp_path / "absent"), *arguments]) == 2
+        assert "No such file" not in capsys.readouterr().err
+
+
+def test_writing_a_trace_takes_no_options_of_a_replay(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "new.jsonl"
+    options = ["--curve", "--pool", "1GB", "--format", "plain", "--json"]
+    assert main(["plan", "trace", "--synthetic", "3", str(path), *options]) == 2
+    told = "--synthetic writes a trace and replays none; leave out --pool, --format, --curve, --json"
+    assert capsys.readouterr().err == f"rorqual: {told}\n"
+    assert not path.exists()
+
+
+def test_a_pipe_is_read_once(trace: str, tmp_path: Path, capsys: Capture) -> None:
+    content = Path(trace).read_bytes()
+
+    def piped(*arguments: str) -> int:
+        # Room enough in the pipe for both lines, so that nobody waits.
+        ours, theirs = os.pipe()
+        os.write(theirs, content)
+        os.close(theirs)
+        try:
+            return main(["plan", "trace", f"/dev/fd/{ours}", *arguments])
+        finally:
+            os.close(ours)
+
+    assert piped() == 2
+    assert "is no ordinary file and can be read but once; give --format" in capsys.readouterr().err
+    assert piped("--format", "mooncake", "--curve") == 2
+    assert "whose size a rate is taken from; give --sample-rate" in capsys.readouterr().err
+    assert piped("--format", "mooncake", "--json") == 0
+    assert values(json.loads(capsys.readouterr().out)["pool"])["hit_tokens"] == 1024
+
+
+def test_a_trace_of_empty_prompts_has_no_hit_rate(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "empty.csv"
+    path.write_text("timestamp_s,input_tokens,output_tokens\n0,0,4\n")
+    told = values(document(capsys, str(path))["pool"])
+    assert "hit_rate" not in told and told["hit_tokens"] == 0
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:

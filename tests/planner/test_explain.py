@@ -28,8 +28,8 @@ from rorqual.planner.explain import (
     find,
     overview,
 )
-from rorqual.planner.explain.passes import tokens_per_verification
 from rorqual.planner.figure import Figure
+from rorqual.planner.speculation import tokens_per_step
 from rorqual.planner.work import index_flops, index_read_bytes, kv_read_bytes
 
 RELEASE = presets.load("v4.1-flash")
@@ -160,7 +160,7 @@ def test_savings_of_work_in_the_release() -> None:
     # (1 - 0.8^6) / 0.2 = 3.68928 tokens a step
     dspark = values("dspark")
     assert dspark["dspark_steps"] == 1 - Fraction(100_000, 368_928)
-    assert tokens_per_verification(Fraction(4, 5), 5) == Fraction(368_928, 100_000)
+    assert tokens_per_step(Fraction(4, 5), 5) == Fraction(368_928, 100_000)
 
 
 def test_savings_equal_what_the_alternative_would_cost() -> None:

@@ -13,9 +13,9 @@ from rorqual.config.image_grid import image_grid
 from rorqual.errors import InputError
 from rorqual.formats.spec import FORMATS
 from rorqual.layout import KVLayout, mha_bytes
-from rorqual.planner.explain.passes import tokens_per_verification
 from rorqual.planner.glossary import ENTRIES, details, find, glossary, markdown
 from rorqual.planner.glossary.entry import TOPICS
+from rorqual.planner.speculation import tokens_per_step
 from rorqual.planner.work import engram_read_bytes
 
 RELEASE = presets.load("v4.1-flash")
@@ -95,8 +95,8 @@ def test_figures_are_the_layouts() -> None:
         "page": [f"{layout.page_bytes:,} bytes", f"{layout.page_tokens} tokens"],
         "ring": [f"({layout.ring_rows} in all)"],
         "acceptance length": [
-            f"{float(tokens_per_verification(Fraction(4, 5), 5)):.2f} at a = 0.8",
-            f"{float(tokens_per_verification(Fraction(4, 5), 5)) - 1:.2f} are drafts",
+            f"{float(tokens_per_step(Fraction(4, 5), 5)):.2f} at a = 0.8",
+            f"{float(tokens_per_step(Fraction(4, 5), 5)) - 1:.2f} are drafts",
         ],
     }
     for term, quotes in expected.items():

@@ -19,6 +19,7 @@ from rorqual.planner.units import (
     flops_text,
     number_text,
     parse_bytes,
+    parse_token_list,
     parse_tokens,
     plain_number,
 )
@@ -89,7 +90,26 @@ def test_bytes_from_text(text: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "-1", "80 gb", "80 G", "nan", "inf", "1/2", "1e999999999", "9" * 5000, "1 2", "٣", "0x10", "1.2.3"],
+    [
+        "",
+        "GB",
+        "-1",
+        "1,5TB",
+        "1,50,000",
+        "1__000",
+        "12_0",
+        "80 gb",
+        "80 G",
+        "nan",
+        "inf",
+        "1/2",
+        "1e999999999",
+        "9" * 5000,
+        "1 2",
+        "٣",
+        "0x10",
+        "1.2.3",
+    ],
 )
 def test_no_bytes(text: str) -> None:
     with pytest.raises(InputError, match=r"^--memory must be a number of bytes, 0 or more, with a unit of B, kB"):
@@ -97,16 +117,41 @@ def test_no_bytes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("0", 0), ("4096", 4096), ("1_000", 1000), ("128k", 128_000), ("128Ki", 2**17), ("1Mi", 2**20)]
+    ("text", "tokens"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1_000", 1000),
+        ("1,048,576", 2**20),
+        ("128k", 128_000),
+        ("128Ki", 2**17),
+        ("1Mi", 2**20),
+    ],
 )
 def test_tokens_from_text(text: str, tokens: int) -> None:
     assert parse_tokens(text, "--context") == tokens
 
 
-@pytest.mark.parametrize("text", ["", "M", "-1", "1.5M", "1iM", "1Gi", "1 M", "9" * 5000, "1kk", "²"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "M", "-1", "1.5M", "1,5", "4096,32768", "1__000", "1_0", ",1", "1iM", "1Gi", "1 M", "9" * 5000, "1kk", "²"],
+)
 def test_no_tokens(text: str) -> None:
     with pytest.raises(InputError, match=r"^--context must be a number of tokens such as"):
         parse_tokens(text, "--context")
+
+
+def test_lists_of_tokens() -> None:
+    assert parse_token_list([], "--context") == []
+    assert parse_token_list(["4096,32768", " 512, 768 ", "1Mi"], "--context") == [4096, 32_768, 512, 768, 2**20]
+    # One number as it is printed, or several: neither is guessed.
+    with pytest.raises(
+        InputError, match=r"^--context 1,048,576 may be one number or several; write 1048576 or '1, 048"
+    ):
+        parse_token_list(["1,048,576"], "--context")
+    for text in ("", "4Ki,", ",", "4Ki,,8Ki", "4Ki;8Ki"):
+        with pytest.raises(InputError, match=r"^--context must be a number of tokens such as"):
+            parse_token_list([text], "--context")
 
 
 @bounded

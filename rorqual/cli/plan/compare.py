@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from rorqual.cli.plan.options import AsCsv, AsJson, Contexts
+
 MODELS = ("v4.1-flash", "deepseek-v4-flash", "deepseek-v3.2", "deepseek-v3", "deepseek-llm-67b")
 
 
@@ -16,18 +18,16 @@ def command(
             metavar="[MODEL]...", help="A carried model, a config.json or a folder; ratios are to the first."
         ),
     ] = None,
-    context: Annotated[
-        list[str] | None, typer.Option(help="Tokens of a sequence, as 4096, 128Ki or 1M; may be repeated.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a table after another.")] = False,
+    context: Contexts = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
     """Compare the KV caches of models: bytes a token, fixed bytes, totals, ratios, and the formula of each."""
     from rorqual.cli.plan.printing import emit
     from rorqual.planner.compare import compare
     from rorqual.planner.families import read_family
-    from rorqual.planner.units import parse_tokens
+    from rorqual.planner.units import parse_token_list
 
-    contexts = [parse_tokens(text, "--context") for text in context] if context else None
+    contexts = parse_token_list(context, "--context") if context else None
     families = [read_family(model) for model in models or MODELS]
     emit(compare(families, contexts), as_json=as_json, as_csv=as_csv)

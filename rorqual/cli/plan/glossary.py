@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
+from rorqual.cli.plan.options import AsCsv, AsJson
 from rorqual.cli.plan.printing import emit
 from rorqual.errors import InputError
 
 
 def command(
     term: Annotated[str | None, typer.Argument(metavar="[TERM]", help="One term in full; all of them without.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/glossary.md.")] = False,
 ) -> None:
     """Say what the terms of the architecture and of this project mean, and what they descend from."""

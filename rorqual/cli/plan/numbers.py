@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rorqual.cli.plan.options import MODEL, AsCsv, AsJson
 from rorqual.cli.plan.printing import emit
 from rorqual.errors import InputError
 
@@ -15,16 +16,14 @@ if TYPE_CHECKING:
     from rorqual.planner.figure import Figure
     from rorqual.planner.table import Cell, Table
 
-MODEL = "v4.1-flash"
-
 
 def command(
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[MODEL] [ID]...", help="A preset, a config.json or a folder; then figures, or all."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
     """Show each figure's value, formula, evaluated expression and source; those named, or all."""
     from rorqual.cli.inspect import read_config

@@ -9,6 +9,12 @@ from rorqual.errors import InputError
 from rorqual.planner.table import Table, csv_text
 
 
+def check_output(as_json: bool, as_csv: bool) -> None:
+    """Refuse `--json` with `--csv`, before anything is computed. Raises InputError."""
+    if as_json and as_csv:
+        raise InputError("--json and --csv exclude each other; give one of them")
+
+
 def emit(tables: Sequence[Table], *, as_json: bool, as_csv: bool, document: Mapping[str, object] | None = None) -> None:
     """Print tables for people, or as one JSON document or CSV.
 
@@ -17,8 +23,7 @@ def emit(tables: Sequence[Table], *, as_json: bool, as_csv: bool, document: Mapp
     Raises:
         InputError: both `--json` and `--csv`.
     """
-    if as_json and as_csv:
-        raise InputError("--json and --csv exclude each other; give one of them")
+    check_output(as_json, as_csv)
     if as_json:
         print_json(document if document is not None else {table.name: table.records() for table in tables})
     elif as_csv:

@@ -38,6 +38,8 @@ NAMES = tuple(technique.id for technique in TECHNIQUES)
 def find(name: str) -> Technique:
     """The technique of this id or alias, in any case, spaces and underscores taken for hyphens.
 
+    Without unit; source: `TECHNIQUES`.
+
     >>> find("mla").id, find("Bounded_Replay").id
     ('shared-latent', 'bounded-replay')
 
@@ -53,6 +55,8 @@ def find(name: str) -> Technique:
 
 def overview(config: ModelConfig) -> Table:
     """One row a technique: the factor it moves and its first saving, exact and with its denominator in the unit.
+
+    Source: each technique's figures, evaluated for the config.
 
     >>> from rorqual.config import presets
     >>> overview(presets.load("v4.1-flash")).rows[3]
@@ -77,6 +81,8 @@ def _overview_row(technique: Technique, config: ModelConfig) -> tuple[str | int 
 
 def answers(technique: Technique, config: ModelConfig) -> tuple[Table, ...]:
     """The three answers of one technique in full; the table of savings is left out where it is off.
+
+    Units are the figures' own; source: the technique's record.
 
     >>> from rorqual.config import presets
     >>> release = presets.load("v4.1-flash")

@@ -55,7 +55,7 @@ def chain(config: ModelConfig) -> tuple[Link, ...]:
 
 
 def chain_table(config: ModelConfig) -> Table:
-    """The chain as rows.
+    """The chain as rows. Units are a column; source: `chain`.
 
     >>> from rorqual.config import presets
     >>> chain_table(presets.load("v4.1-flash")).note

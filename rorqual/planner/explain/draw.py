@@ -12,6 +12,7 @@ from typing import Any
 from rorqual.errors import InputError
 from rorqual.planner.explain.text import exact
 from rorqual.planner.explain.waterfall import Step
+from rorqual.planner.whole_file import whole_file
 
 SUFFIXES = (".png", ".svg")
 KEPT, SAVED, ADDED = "#1f4e79", "#c9d9ea", "#c8641e"
@@ -21,6 +22,8 @@ STYLE = {"svg.hashsalt": "rorqual", "svg.fonttype": "none", "font.family": "Deja
 
 def waterfall_figure(steps: Sequence[Step]) -> Any:
     """The steps as horizontal bars on a logarithmic axis, in bytes a token: a `matplotlib.figure.Figure`.
+
+    Source: the steps.
 
     Dark is what remains after a step, pale what the step saves, orange what it adds. A step to 0 has no bar, only its
     label. The release's six bars end at 5,242,880 B, 40,960 B, 4,096 B, 2,560 B, 720 B and 890 B:
@@ -55,7 +58,9 @@ def waterfall_figure(steps: Sequence[Step]) -> Any:
 
 
 def save(steps: Sequence[Step], path: Path) -> None:
-    """Write the chart. The same steps give the same file, byte for byte: no date, no random ids.
+    """Write the chart, whole or not at all. The same steps give the same file, byte for byte: no date, no random ids.
+
+    Without unit; source: the steps.
 
     >>> save((), Path("waterfall.jpeg"))
     Traceback (most recent call last):
@@ -63,18 +68,23 @@ def save(steps: Sequence[Step], path: Path) -> None:
     rorqual.errors.InputError: --chart must end in .png or .svg; got waterfall.jpeg
 
     Raises:
-        InputError: a suffix other than .png or .svg, a folder that is not there, or no matplotlib.
+        InputError: a suffix other than .png or .svg, a path that cannot be written, or no matplotlib.
     """
     check_path(path)
     figure = waterfall_figure(steps)
     with _style():
         # A PNG would carry the library's version, an SVG the date.
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=150, metadata=metadata)
+        form = path.suffix.lower().removeprefix(".")
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        try:
+            with whole_file(path) as file:
+                figure.savefig(file, format=form, dpi=150, metadata=metadata)
+        except OSError as error:
+            raise InputError(f"--chart {path} cannot be written ({error.strerror})") from None
 
 
 def check_path(path: Path) -> None:
-    """Refuse what cannot be written before anything is computed.
+    """Refuse what cannot be written before anything is computed. Without unit; source: the caller's path.
 
     >>> check_path(Path("waterfall.pdf"))
     Traceback (most recent call last):
@@ -91,6 +101,8 @@ def check_path(path: Path) -> None:
 
 def bar_label(step: Step) -> str:
     """What stands at the end of a bar: the bytes that remain, and by how much the step changed them.
+
+    In bytes a token; source: the step.
 
     >>> bar_label(Step(name="index keys", before=720, after=890, formula="", expression=""))
     '890 B  (+ 170 B)'

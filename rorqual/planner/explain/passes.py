@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from rorqual.config import ModelConfig
 from rorqual.inventory.names import expected_tensors
@@ -13,9 +12,7 @@ from rorqual.planner.explain.entries import row_text
 from rorqual.planner.explain.technique import Technique
 from rorqual.planner.explain.text import exact, reference_prompt, saving
 from rorqual.planner.figure import Figure
-
-ACCEPTANCE = Fraction(4, 5)
-"""The report's example: each draft is accepted with this probability, independently."""
+from rorqual.planner.speculation import ACCEPTANCE, tokens_per_step
 
 SUB_LAYERS = 2  # attention and FFN
 FIXED_PARTS = ("head", "norms", "mhc", "attention", "compressor", "indexer", "shared", "engram")
@@ -203,15 +200,6 @@ ENGRAM = Technique(
 )
 
 
-def tokens_per_verification(acceptance: Fraction, block: int) -> Fraction:
-    """Expected tokens that one verification emits, the bonus token included, at i.i.d. acceptance (SPEC 9).
-
-    >>> round(float(tokens_per_verification(Fraction(4, 5), 5)), 2), tokens_per_verification(Fraction(1), 5)
-    (3.69, Fraction(6, 1))
-    """
-    return sum((acceptance**drafts for drafts in range(block + 1)), Fraction(0))
-
-
 def _fixed_weight_bytes(config: ModelConfig) -> int:
     """Bytes of the backbone that every token reads, whatever its experts; the router is left out with them."""
     # A config with fewer experts has the same other tensors, and names them in a fraction of the time.
@@ -222,7 +210,7 @@ def _fixed_weight_bytes(config: ModelConfig) -> int:
 
 def _dspark(config: ModelConfig) -> Iterator[Figure]:
     block = config.dspark_block_size
-    spared = 1 - 1 / tokens_per_verification(ACCEPTANCE, block)
+    spared = 1 - 1 / tokens_per_step(ACCEPTANCE, block)
     accepted = exact(ACCEPTANCE)
     expression = f"1 - (1 - {accepted}) / (1 - {accepted}^{block + 1})"
     given = f"If each draft is accepted with probability {accepted}, independently: the report's example."

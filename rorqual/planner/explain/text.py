@@ -18,6 +18,8 @@ REFERENCE_PROMPT = 32_768
 def exact(value: int | Fraction) -> str:
     """A number without loss: thousands grouped, a decimal where it ends, else a fraction in parentheses.
 
+    In the number's own unit; source: the caller.
+
     >>> exact(5_242_880), exact(Fraction(5, 2)), exact(Fraction(8404, 11529))
     ('5,242,880', '2.5', '(8,404 / 11,529)')
     """
@@ -36,6 +38,8 @@ def exact(value: int | Fraction) -> str:
 def equals(value: int | Fraction) -> str:
     """What an expression comes to: exactly, or rounded to two decimals and marked so.
 
+    In the number's own unit; source: the caller.
+
     >>> equals(Fraction(5, 2)), equals(Fraction(2_703_360, 890))
     ('= 2.5', '≈ 3,037.48')
     """
@@ -45,6 +49,8 @@ def equals(value: int | Fraction) -> str:
 
 def short(value: int | Fraction, unit: str) -> str:
     """As printed: bytes from a million on in decimal units, FLOP in M, G, T, P, the rest in full or to four digits.
+
+    In the number's own unit; source: the caller.
 
     >>> short(5_201_920, "B a token"), short(33_822_867_456, "FLOP a token"), short(Fraction(1, 3), "1")
     ('5.2 MB', '33.82 G', '0.3333')
@@ -63,6 +69,8 @@ def saving(
 ) -> Figure:
     """A figure of what is saved; `against` says what it is compared with, and opens the figure's note.
 
+    Unit and source: the caller's.
+
     >>> saving("x", 736, "B an entry", formula="2 c - b", expression="2 x 512 - 288", against="bf16").note
     'Against bf16.'
     """
@@ -79,7 +87,7 @@ def saving(
 
 
 def summed(terms: Iterable[str]) -> str:
-    """Terms joined by a plus sign, 0 for none.
+    """Terms joined by a plus sign, 0 for none. In the terms' own unit; source: the caller.
 
     >>> summed(["15 x 356/2", "19 x 356/1"]), summed([])
     ('15 x 356/2 + 19 x 356/1', '0')
@@ -88,7 +96,7 @@ def summed(terms: Iterable[str]) -> str:
 
 
 def by_ratio(roles: Iterable[LayerRole]) -> tuple[tuple[int, int], ...]:
-    """(layers, ratio) of these roles, the coarsest first.
+    """(layers, ratio) of these roles, the coarsest first. Unit: layers. Source: the config.
 
     >>> from rorqual.config import presets
     >>> by_ratio(presets.load("v4.1-flash").kv_sources)
@@ -99,7 +107,7 @@ def by_ratio(roles: Iterable[LayerRole]) -> tuple[tuple[int, int], ...]:
 
 
 def times(count: int, term: str) -> str:
-    """A count of a term, left out where it is 1.
+    """A count of a term, left out where it is 1. In the text's own unit; source: the caller.
 
     >>> times(4, "min(512, 256)"), times(1, "(9 // 2)")
     ('4 x min(512, 256)', '(9 // 2)')
@@ -108,7 +116,7 @@ def times(count: int, term: str) -> str:
 
 
 def groups_text(tokens: int, ratio: int) -> str:
-    """Complete groups of `tokens` tokens as a term.
+    """Complete groups of `tokens` tokens as a term. Unit: groups. Source: SPEC 5, when a group is visible.
 
     >>> groups_text(1_048_576, 2), groups_text(1_048_576, 1)
     ('(1,048,576 // 2)', '1,048,576')
@@ -118,6 +126,8 @@ def groups_text(tokens: int, ratio: int) -> str:
 
 def reference_prompt(config: ModelConfig) -> int:
     """Tokens of the prompt that prefill work is shown for: 32,768, or all that the model takes.
+
+    Unit: tokens. Source: the report's prompt of 32,768 tokens, and the config.
 
     >>> from rorqual.config import presets
     >>> reference_prompt(presets.load("v4.1-flash")), reference_prompt(presets.load("demo"))

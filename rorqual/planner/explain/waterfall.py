@@ -101,7 +101,7 @@ def waterfall(config: ModelConfig) -> tuple[Step, ...]:
 
 
 def waterfall_table(config: ModelConfig) -> Table:
-    """The waterfall as rows, in bytes a token.
+    """The waterfall as rows, in bytes a token. Source: `waterfall`.
 
     >>> from rorqual.config import presets
     >>> waterfall_table(presets.load("v4.1-flash")).rows[-1][:4]
@@ -127,7 +127,7 @@ def waterfall_table(config: ModelConfig) -> Table:
 
 
 def format_text(fmt: NumberFormat) -> str:
-    """A format in two words; which FP4 it is, its name and the formula say.
+    """A format in two words; which FP4 it is, its name and the formula say. Without unit; source: the format.
 
     >>> from rorqual.formats.spec import FORMATS
     >>> [format_text(FORMATS[name]) for name in ("e2m1_e4m3_16", "e2m1_unscaled", "bf16")]

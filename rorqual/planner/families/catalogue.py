@@ -36,6 +36,8 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 def names() -> tuple[str, ...]:
     """Models carried in the package: the presets, then facts about other models, by name.
 
+    Without unit; source: the files in the package.
+
     >>> "v4.1-flash" in names(), "deepseek-v3.2" in names(), "llama-3.1-70b" in names()
     (True, True, True)
     """
@@ -46,6 +48,8 @@ def names() -> tuple[str, ...]:
 
 def load(name: str) -> Family:
     """A carried model; upper and lower case are one.
+
+    Units are `Family`'s. Source: the preset, or the model card that the facts name.
 
     >>> load("Llama-3.1-8B").token_bytes(), load("deepseek-v2").token_bytes()
     (Fraction(131072, 1), Fraction(69120, 1))
@@ -64,7 +68,7 @@ def load(name: str) -> Family:
 
 
 def from_config(root: Mapping[str, Any], name: str) -> Family:
-    """The cache of a parsed config.json.
+    """The cache of a parsed config.json. Units are `Family`'s; source: the config.
 
     >>> fields = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     >>> from_config({"model_type": "llama", **fields}, "small").token_bytes()
@@ -86,6 +90,8 @@ def from_config(root: Mapping[str, Any], name: str) -> Family:
 def read_family(source: str) -> Family:
     """The family that an argument names: a config.json, a folder that holds one, or a carried name.
 
+    Units are `Family`'s; source: the config that is named.
+
     A path that exists wins over a carried name. It is called by its folder, or by its file if that is no config.json.
 
     >>> read_family("DeepSeek-V3").token_bytes()
@@ -95,7 +101,7 @@ def read_family(source: str) -> Family:
         InputError: neither a path nor a carried name. ConfigError: as `from_config`.
     """
     path = Path(source)
-    if not path.exists():
+    if not source or not path.exists():
         if source.lower() in names():
             return load(source)
         raise InputError(f"'{source}' is neither a folder, a config file, nor a carried model ({', '.join(names())})")

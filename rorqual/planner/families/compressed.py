@@ -34,6 +34,8 @@ NATIVE_SOURCE = "DeepSeek-V4 report (2026) and FlashMLA: FP8 rows of 584 bytes, 
 def read(root: Mapping[str, Any], name: str) -> Family:
     """The cache of a `deepseek_v4` config; bytes by `formulas.v4_row_bytes` and `fp4_index_bytes`.
 
+    Source: `NATIVE_SOURCE`.
+
     >>> fields = {"num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
     >>> fields |= {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "sliding_window": 128}
     >>> float(read({"model_type": "deepseek_v4", **fields}, "small").token_bytes())

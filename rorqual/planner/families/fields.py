@@ -39,7 +39,7 @@ HARMLESS_ENDS = ("_token_id", "_token_index")
 
 
 def suspicious(name: str) -> bool:
-    """Whether a field of this name may change what is cached.
+    """Whether a field of this name may change what is cached. Without unit; source: `WORDS`.
 
     >>> [suspicious(name) for name in ("kv_lora_rank", "v_head_dim", "attention_bias", "hidden_act", "rope_theta")]
     [True, True, False, False, False]
@@ -121,7 +121,7 @@ class Fields:
 
 
 def stores_fp8(root: Mapping[str, Any], *sections: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint's quantisation says that its KV cache is 8-bit floating point.
+    """Whether the checkpoint's quantisation says that its KV cache is 8-bit floating point. Without unit.
 
     Source: `kv_cache_scheme` of compressed-tensors, `kv_cache_quant_algo` of ModelOpt.
 

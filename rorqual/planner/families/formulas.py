@@ -30,7 +30,7 @@ def gqa_entry_bytes(kv_heads: int, head_dim: int, element_bytes: int = BF16_BYTE
 
 
 def gqa_token_bytes(layers: int, kv_heads: int, head_dim: int, element_bytes: int = BF16_BYTES) -> int:
-    """Bytes a token of grouped-query attention: `gqa_entry_bytes` in every layer.
+    """Bytes a token of grouped-query attention: `gqa_entry_bytes` in every layer. Source: `gqa_entry_bytes`.
 
     >>> gqa_token_bytes(32, 8, 128), gqa_token_bytes(95, 8, 128)
     (131072, 389120)
@@ -50,7 +50,7 @@ def mla_entry_bytes(latent: int, rope: int, element_bytes: int = BF16_BYTES) -> 
 
 
 def mla_token_bytes(layers: int, latent: int, rope: int, element_bytes: int = BF16_BYTES) -> int:
-    """Bytes a token of multi-head latent attention: `mla_entry_bytes` in every layer.
+    """Bytes a token of multi-head latent attention: `mla_entry_bytes` in every layer. Source: `mla_entry_bytes`.
 
     >>> mla_token_bytes(61, 512, 64), mla_token_bytes(61, 512, 64, 1)
     (70272, 35136)
@@ -82,6 +82,8 @@ def dsa_index_bytes(index_head_dim: int = 128) -> int:
 
 def dsa_token_bytes(layers: int, latent: int = 512, rope: int = 64, index_head_dim: int = 128) -> int:
     """Bytes a token of V3.2's sparse attention: a latent row and an index key in every layer.
+
+    Source: `dsa_row_bytes` and `dsa_index_bytes`.
 
     >>> dsa_token_bytes(61)
     48068
@@ -116,6 +118,8 @@ def fp4_index_bytes(index_head_dim: int = 128) -> int:
 
 def compressed_token_bytes(layers: Iterable[tuple[int, int, int]]) -> Fraction:
     """Bytes a token of layers that store one entry for every `ratio` tokens: (layers, entry bytes, ratio) each.
+
+    Source: the DeepSeek-V4 report, by `v4_row_bytes` and `fp4_index_bytes`.
 
     >>> compressed_token_bytes([(21, 584 + 68, 4), (20, 584, 128)])
     Fraction(14057, 4)

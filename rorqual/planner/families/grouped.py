@@ -61,6 +61,8 @@ MODEL_TYPES = (*KINDS, *NESTED)
 def read(root: Mapping[str, Any], name: str) -> Family:
     """The cache of a config whose `model_type` is one of MODEL_TYPES; bytes by `formulas.gqa_entry_bytes`.
 
+    Source: the config, and the configuration classes of Hugging Face transformers for what it leaves out.
+
     >>> fields = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}
     >>> read({"model_type": "llama", **fields}, "llama-3.1-70b").token_bytes()
     Fraction(327680, 1)

@@ -34,6 +34,8 @@ UNSTORED = ("head_dim", "qk_head_dim", "qk_nope_head_dim", "v_head_dim", "num_ke
 def read_mla(root: Mapping[str, Any], name: str) -> Family:
     """The cache of a config whose `model_type` is one of MLA_TYPES; bytes by `formulas.mla_entry_bytes`.
 
+    Source: the config; DeepSeek-V2 (arXiv 2405.04434).
+
     >>> fields = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     >>> read_mla({"model_type": "deepseek_v2", **fields}, "deepseek-v2").token_bytes()
     Fraction(69120, 1)
@@ -59,6 +61,8 @@ def read_mla(root: Mapping[str, Any], name: str) -> Family:
 
 def read_dsa(root: Mapping[str, Any], name: str) -> Family:
     """The cache of a config whose `model_type` is one of DSA_TYPES; bytes by `formulas.dsa_token_bytes`.
+
+    Source: the config; `DSA_SOURCE`.
 
     >>> fields = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_n_heads": 64}
     >>> fields |= {"index_head_dim": 128, "index_topk": 2048}

@@ -15,7 +15,7 @@ NATIVE = "packed"
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], name: str) -> Family:
-    """The cache of a V4.1 config, parsed or by path; bytes by `rorqual.layout.KVLayout`.
+    """The cache of a V4.1 config, parsed or by path; bytes by `rorqual.layout.KVLayout`. Source: `of_config`.
 
     >>> from rorqual.config import presets
     >>> read(presets.load("v4.1-flash").to_hf_dict(), "copy").token_bytes()
@@ -28,7 +28,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], name: str) -> Famil
 
 
 def of_config(config: ModelConfig, name: str) -> Family:
-    """The cache of a V4.1 config.
+    """The cache of a V4.1 config, in bytes. Source: `rorqual.layout`, SPEC 11.
 
     >>> from rorqual.config import presets
     >>> family = of_config(presets.load("v4.1-flash"), "v4.1-flash")

@@ -24,7 +24,7 @@ marks what could not be checked, "extrapolated" what is said beyond what the V4.
 
 
 def find(term: str) -> Entry:
-    """The entry of this term or alias, in any case.
+    """The entry of this term or alias, in any case. Without unit; source: `ENTRIES`.
 
     >>> find("csa2").term, find("Reuse").term, find("mxfp4").term
     ('CSA2', 'Full / Reindex / Reuse', 'E2M1/E8M0/32')
@@ -40,7 +40,7 @@ def find(term: str) -> Entry:
 
 
 def glossary() -> Table:
-    """All entries, one row each.
+    """All entries, one row each. Without unit; source: `ENTRIES`.
 
     >>> [row[0] for row in glossary().rows][:3]
     ['MHA', 'MQA', 'GQA']
@@ -55,7 +55,7 @@ def glossary() -> Table:
 
 
 def details(entry: Entry) -> Table:
-    """One entry in full, a row a fact.
+    """One entry in full, a row a fact. Without unit; source: the entry.
 
     >>> [row[0] for row in details(find("QAT")).rows]
     ['stands for', 'meaning', 'descends from', 'descends from', 'extrapolated']
@@ -67,7 +67,7 @@ def details(entry: Entry) -> Table:
 
 
 def markdown() -> str:
-    """The page `docs/glossary.md`.
+    """The page `docs/glossary.md`. Without unit; source: `ENTRIES`.
 
     >>> markdown().splitlines()[0]
     '# Glossary'

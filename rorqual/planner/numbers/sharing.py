@@ -25,7 +25,7 @@ def figures(layout: KVLayout) -> Iterator[Figure]:
 
 
 def refresh(layout: KVLayout) -> Proportion:
-    """Layers that make anew what is stored, where to look, and what to look for. From the config, SPEC 1.
+    """Layers that make anew what is stored, where to look, and what to look for. From the config, SPEC 1. Unit: layers.
 
     >>> from rorqual.config import presets
     >>> refresh(KVLayout(presets.load("v4.1-flash"))).shown

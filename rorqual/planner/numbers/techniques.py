@@ -10,15 +10,16 @@ from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.layout import KVLayout
 from rorqual.planner.figure import Figure
 from rorqual.planner.numbers.exact import exact
+from rorqual.planner.speculation import ACCEPTANCE, tokens_per_step
 from rorqual.planner.units import fixed_text, number_text
 
-ACCEPTANCE = Fraction(4, 5)
-"""Each draft token's chance to be accepted, given that those before it were: a round number, not a measured one."""
 MISREADING = "A widely read summary calls 3.69 the accepted drafts and 4.69 the output: one token is counted twice."
 
 
 def figures(layout: KVLayout) -> Iterator[Figure]:
-    """`fp4_range`, `mhc_traffic`, `spec_tokens_per_step` and `spec_accepted`. From the config, SPEC 2, 6 and 9.
+    """`fp4_range`, `mhc_traffic`, `spec_tokens_per_step` and `spec_accepted`, in tokens and ratios.
+
+    From the config, SPEC 2, 6 and 9.
 
     >>> from rorqual.config import presets
     >>> [figure.shown for figure in figures(KVLayout(presets.load("v4.1-flash")))]
@@ -30,17 +31,6 @@ def figures(layout: KVLayout) -> Iterator[Figure]:
         yield _mixing(layout.config.hc_mult)
     if layout.config.num_nextn_predict_layers:
         yield from _speculation(layout.config)
-
-
-def tokens_per_step(acceptance: Fraction, drafts: int) -> Fraction:
-    """Tokens that one verification emits, the bonus token included: (1 - a^(g + 1)) / (1 - a). Source: SPEC 9.
-
-    Leviathan et al., arXiv 2211.17192, under independent acceptance.
-
-    >>> float(tokens_per_step(Fraction(4, 5), 5)), tokens_per_step(Fraction(1), 5)
-    (3.68928, Fraction(6, 1))
-    """
-    return sum((acceptance**accepted for accepted in range(drafts + 1)), Fraction(0))
 
 
 def _range(layout: KVLayout) -> Figure:

@@ -13,6 +13,7 @@ from rorqual.planner.report.bars import Bar, Span, bar_chart, stack
 from rorqual.planner.report.markup import Markup
 from rorqual.planner.report.picture import framed
 from rorqual.planner.report.subject import Cut
+from rorqual.planner.report.tables import cell
 from rorqual.planner.storage import page_bytes
 from rorqual.planner.table import Cell, Table
 from rorqual.planner.units import Number, count_text, decimal_bytes, number_text
@@ -77,7 +78,7 @@ def memory_chart(deployment: Deployment, found: Sequence[Cut]) -> Markup:
     >>> "pages 49,344,561,920 B" in figure, "422 slots, 433,151 pages" in figure
     (True, True)
 
-    Source: `deployment.plan`: 433,151 pages of 113,920 B.
+    Unit: bytes. Source: `deployment.plan`: 433,151 pages of 113,920 B.
     """
     bars = [Bar(label=_label(cut), told=_told(cut), spans=stack(_parts(deployment, cut))) for cut in found]
     budget, memory = deployment.budget, deployment.device.memory or 0
@@ -125,7 +126,7 @@ def sessions_chart(sessions: Table) -> Markup:
     sessions: `capacity_tables.sessions_table`. A context of which none fits has no bar, and the words say what lacks.
 
     >>> table = Table(name="s", title="", columns=("context [tokens]", "sessions a replica", "short by [B]"),
-    ...               rows=(("4,096", 1200, None), ("131,072", 0, 5000)))
+    ...               rows=((4096, 1200, None), (131_072, 0, 5000)))
     >>> figure = sessions_chart(table)
     >>> "4,096 tokens: 1,200 sessions." in figure, "131,072 tokens: none, short by 5 kB." in figure
     (True, True)
@@ -136,7 +137,11 @@ def sessions_chart(sessions: Table) -> Markup:
     counts = [int(row["sessions a replica"] or 0) for row in rows]
     axis = logarithmic(counts, count_text, below=2)
     bars = [
-        Bar(label=f"{row['context [tokens]']} tokens", told=_sessions_told(row, count), spans=_filled(axis.low, count))
+        Bar(
+            label=f"{cell(row['context [tokens]'])} tokens",
+            told=_sessions_told(row, count),
+            spans=_filled(axis.low, count),
+        )
         for row, count in zip(rows, counts, strict=True)
     ]
     title = "Sessions of a replica by context, on a logarithmic axis"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 
 from rorqual.errors import InputError
+from rorqual.planner.whole_file import whole_file
 
 
 def check_path(out: Path) -> None:
@@ -39,17 +38,8 @@ def write(text: str, out: Path) -> int:
     Source: the caller. Raises InputError where the path cannot be written.
     """
     check_path(out)
-    data, place = text.encode(), out.resolve()
-    part = place.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        # "x" makes it with the permissions that the user's own files have, and never follows what is there.
-        with part.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(place)
+        with whole_file(out) as file:
+            return file.write(text.encode())
     except OSError as error:
         raise InputError(f"--out {out} cannot be written ({error.strerror})") from None
-    finally:
-        part.unlink(missing_ok=True)
-    return len(data)

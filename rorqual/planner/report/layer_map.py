@@ -95,7 +95,7 @@ def ranges(ids: Iterable[int]) -> str:
     >>> ranges([0, 1, 2, 8, 20, 21]), ranges([])
     ('0-2, 8, 20-21', 'none')
 
-    Source: the caller.
+    Without unit; source: the caller.
     """
     runs: list[list[int]] = []
     for id in ids:

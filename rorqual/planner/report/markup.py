@@ -25,6 +25,8 @@ class Markup(str):
 def text(value: str) -> Markup:
     """A string as the content of an element; what no page can hold becomes U+FFFD. Source: the HTML standard, syntax.
 
+    Without unit.
+
     >>> text("W < c & 2"), text(Markup("<b>W</b>"))
     ('W &lt; c &amp; 2', '<b>W</b>')
     """

@@ -12,6 +12,7 @@ from rorqual.planner.report.markup import Markup, lines, prose, tag
 from rorqual.planner.report.sections import Section, sections
 from rorqual.planner.report.style import stylesheet
 from rorqual.planner.report.subject import Subject
+from rorqual.planner.report.tables import cell
 from rorqual.planner.traffic import HANDOVERS, handover_bytes
 from rorqual.planner.units import decimal_bytes, fixed_text, number_text
 
@@ -108,7 +109,7 @@ def _highlights(subject: Subject) -> Iterator[tuple[str, str]]:
     for row in dict.fromkeys((0, len(rows) - 1)):
         count, context = rows[row]["sessions a replica"], rows[row]["context [tokens]"]
         devices = f"{subject.deployment.ranks.count} x {subject.deployment.device.title}"
-        yield f"{count:,} session{'' if count == 1 else 's'}", f"of {context} tokens on {devices}"
+        yield f"{count:,} session{'' if count == 1 else 's'}", f"of {cell(context)} tokens on {devices}"
     least = min(HANDOVERS, key=lambda mode: handover_bytes(layout, subject.case.prompt, mode))
     size = decimal_bytes(handover_bytes(layout, subject.case.prompt, least))
     yield size, f"handed over for a prompt of {subject.case.prompt:,} tokens ({least})"

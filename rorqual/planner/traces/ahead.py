@@ -30,6 +30,8 @@ ROOT = str(Path(__file__).resolve().parents[3])
 def requests_of(path: str, trace_format: TraceFormat, progress: Progress | None = None) -> Iterator[Request]:
     """As `formats.requests`; a large file is read in a second process where there is a second core.
 
+    Source: the trace file.
+
     Raises:
         InputError: as `formats.requests`.
 
@@ -49,7 +51,7 @@ def requests_of(path: str, trace_format: TraceFormat, progress: Progress | None 
 
 
 def requests_ahead(path: str, trace_format: TraceFormat, progress: Progress | None = None) -> Iterator[Request]:
-    """As `formats.requests`, read in a second process, which ends when this iterator does.
+    """As `formats.requests`, read in a second process, which ends when this iterator does. Source: the trace file.
 
     Raises:
         InputError: as `formats.requests`.

@@ -21,6 +21,8 @@ FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 def read(numbered: Iterable[tuple[int, str]]) -> Iterator[Request]:
     """Requests in the order of the file. A time without an offset is taken as UTC.
 
+    Unit: microseconds, tokens. Source: the trace file.
+
     Raises:
         InputError: naming the line and the column.
 

@@ -21,6 +21,8 @@ FIELDS = ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_leng
 def read(numbered: Iterable[tuple[int, str]]) -> Iterator[Request]:
     """Requests in the order of the file; `type` and `turn` are not needed.
 
+    Unit: microseconds, tokens. Source: the trace file.
+
     Raises:
         InputError: naming the line and the field.
 

@@ -18,7 +18,7 @@ FIELDS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 def read(numbered: Iterable[tuple[int, str]]) -> Iterator[Request]:
-    """Requests in the order of the file; the other columns are not needed.
+    """Requests in the order of the file; the other columns are not needed. Source: the trace file.
 
     Raises:
         InputError: naming the line and the column.

@@ -13,6 +13,8 @@ def rows(
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(line number, cells of the needed columns and then of the optional ones, "" where there is none).
 
+    Source: the trace file.
+
     Columns may stand in any order among others.
 
     Raises:

@@ -30,7 +30,7 @@ DIGITS = 10
 
 
 def sampling_rate(uses: int) -> float:
-    """The default rate [1]: the power of two that leaves about `SAMPLES` of `uses` uses of keys.
+    """The default rate [1]: the power of two that leaves about `SAMPLES` of `uses` uses of keys. Source: `SAMPLES`.
 
     >>> sampling_rate(100_000), sampling_rate(24_000_000)
     (1.0, 0.015625)
@@ -236,6 +236,8 @@ class CurveSample:
 
 def measure(requests: Iterable[Request], block_tokens: int, page_tokens: int, window: int, rate: float = 1.0) -> Curve:
     """The curve [hit rate at pages] of a whole trace under LRU; arguments and errors as `CurveSample`.
+
+    Unit: 1, at pages. Source: SHARDS, as this module says.
 
     >>> twice = [Request(0, 1300, 9, [1, 2, 3]), Request(1, 1100, 9, [1, 2, 4])]
     >>> curve = measure(twice, 512, 128, 128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ NAMES = tuple(entry.name for entry in FORMATS)
 
 
 def named(name: str) -> TraceFormat:
-    """The format of that name.
+    """The format of that name. Without unit; source: `FORMATS`.
 
     Raises:
         InputError: no such format; the message names those that are.
@@ -55,7 +56,7 @@ def named(name: str) -> TraceFormat:
 
 
 def recognise(first: str) -> TraceFormat | None:
-    """The format whose fields this first line names, if any.
+    """The format whose fields this first line names, if any. Without unit; source: `FORMATS`.
 
     >>> found = recognise("TIMESTAMP,ContextTokens,GeneratedTokens")
     >>> found and found.name, recognise("a,b,c")
@@ -67,10 +68,10 @@ def recognise(first: str) -> TraceFormat | None:
 
 
 def detect(path: str) -> TraceFormat:
-    """The format of a file, by its first line.
+    """The format of a file, by its first line. Without unit; source: the file's first line.
 
     Raises:
-        InputError: no file, an empty one, or a first line that fits none; the message names what each asks for.
+        InputError: no file, a pipe, an empty one, or a first line that fits none; the message names what each asks for.
 
     >>> from tempfile import NamedTemporaryFile
     >>> with NamedTemporaryFile("w") as file:
@@ -78,6 +79,9 @@ def detect(path: str) -> TraceFormat:
     ...     detect(file.name).name
     'plain'
     """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        # What comes out of a pipe is gone for the reader.
+        raise InputError(f"{path} is no ordinary file and can be read but once; give --format")
     first = next((line.strip() for _, line in lines(path) if line.strip()), None)
     if first is None:
         raise InputError(f"{path}: the trace is empty")
@@ -104,7 +108,7 @@ def _header(line: str) -> set[str]:
 
 
 def requests(path: str, trace_format: TraceFormat, progress: Progress | None = None) -> Iterator[Request]:
-    """The requests of a trace, as a stream; at least one.
+    """The requests of a trace, as a stream; at least one. Units are `Request`'s; source: the trace file.
 
     Raises:
         InputError: from the reader, naming line and field, or a trace without a request.

@@ -11,7 +11,7 @@ from rorqual.planner.traces.request import refuse
 
 
 def records(numbered: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank.
+    """(line number, object) of every line that is not blank. Without unit; source: the trace file.
 
     Raises:
         InputError: a line that holds no JSON object; the line is named.
@@ -35,7 +35,7 @@ def records(numbered: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str
 
 
 def field(number: int, record: dict[str, Any], name: str) -> Any:
-    """A field that must be there.
+    """A field that must be there. Unit: the field's. Source: the trace file.
 
     >>> field(3, {"turn": 1}, "chat_id")
     Traceback (most recent call last):

@@ -19,7 +19,7 @@ FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read(numbered: Iterable[tuple[int, str]]) -> Iterator[Request]:
-    """Requests in the order of the file.
+    """Requests in the order of the file. Unit: microseconds, tokens. Source: the trace file.
 
     Raises:
         InputError: naming the line and the field.

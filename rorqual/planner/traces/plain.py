@@ -17,7 +17,7 @@ FIELDS = ("timestamp_s", "input_tokens", "output_tokens")
 
 
 def read(numbered: Iterable[tuple[int, str]]) -> Iterator[Request]:
-    """Requests in the order of the file.
+    """Requests in the order of the file. Source: the trace file.
 
     Raises:
         InputError: naming the line and the column.

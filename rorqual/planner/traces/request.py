@@ -42,7 +42,7 @@ class Reader(Protocol):
 
 
 def refuse(line: int, field: str, legal: str, got: object) -> NoReturn:
-    """Raise the InputError for a field of a line.
+    """Raise the InputError for a field of a line. Without unit; source: the caller.
 
     >>> refuse(7, "input_length", "an integer of 0 or more", -1)
     Traceback (most recent call last):
@@ -53,7 +53,7 @@ def refuse(line: int, field: str, legal: str, got: object) -> NoReturn:
 
 
 def token_count(line: int, field: str, value: object) -> int:
-    """A number of tokens as JSON gives it.
+    """A number of tokens as JSON gives it. Source: the trace file.
 
     >>> token_count(1, "input_length", 6955)
     6955
@@ -64,7 +64,7 @@ def token_count(line: int, field: str, value: object) -> int:
 
 
 def token_text(line: int, field: str, text: str) -> int:
-    """A number of tokens as CSV gives it.
+    """A number of tokens as CSV gives it. Source: the trace file.
 
     >>> token_text(2, "ContextTokens", " 374 ")
     374
@@ -76,7 +76,7 @@ def token_text(line: int, field: str, text: str) -> int:
 
 
 def seconds_us(line: int, field: str, value: object) -> int:
-    """A time in seconds, a number or its text, as whole microseconds.
+    """A time in seconds, a number or its text, as whole microseconds. Source: the trace file.
 
     >>> seconds_us(1, "timestamp", 61.114), seconds_us(2, "Timestamp", "5")
     (61114000, 5000000)
@@ -92,6 +92,8 @@ def seconds_us(line: int, field: str, value: object) -> int:
 
 def block_ids(line: int, value: object, tokens: int, block_tokens: int) -> list[int]:
     """The field `hash_ids`: distinct integers, one a block, the partial last block with or without one.
+
+    Source: the trace file.
 
     >>> block_ids(1, [46, 47], 600, 512), block_ids(1, [46], 600, 512)
     ([46, 47], [46])

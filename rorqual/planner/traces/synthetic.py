@@ -7,14 +7,18 @@ its place, so reuse distances spread over orders of magnitude. It is like no ser
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from bisect import bisect
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 
 from rorqual.errors import InputError
 from rorqual.planner.traces.mooncake import BLOCK_TOKENS
 from rorqual.planner.traces.request import Progress
+from rorqual.planner.whole_file import whole_file
 
 SYSTEM_PROMPTS = 64
 CONVERSATIONS = 1 << 14
@@ -26,6 +30,8 @@ REPORT_EVERY = 4096
 
 def generate(requests: int, seed: int = 0) -> Iterator[tuple[int, int, int, list[int]]]:
     """(time in ms, input tokens, output tokens, block ids) of each request; 24 ids on average.
+
+    Source: a generator of random numbers and its seed; no service.
 
     >>> [(time, tokens, len(ids)) for time, tokens, _, ids in generate(3)]
     [(74, 11014, 22), (135, 13777, 27), (148, 14801, 29)]
@@ -69,7 +75,9 @@ def generate(requests: int, seed: int = 0) -> Iterator[tuple[int, int, int, list
 
 
 def write(path: str, requests: int, seed: int = 0, progress: Progress | None = None) -> None:
-    """Write `requests` requests as Mooncake JSONL, about 200 bytes each. The file must be new.
+    """Write `requests` requests as Mooncake JSONL, about 200 bytes each. The file must be new, and appears when whole.
+
+    Source: `generate`.
 
     Raises:
         InputError: fewer than 1 request, or a path that cannot be written.
@@ -82,12 +90,13 @@ def write(path: str, requests: int, seed: int = 0, progress: Progress | None = N
     """
     if requests < 1:
         raise InputError(f"a synthetic trace has 1 request or more; got {requests}")
+    if os.path.lexists(path):
+        raise InputError(f"{path}: {os.strerror(errno.EEXIST)}")
     try:
-        with open(path, "x", encoding="utf-8") as file:
+        with whole_file(Path(path)) as file:
             for number, (time, tokens, output, ids) in enumerate(generate(requests, seed), 1):
-                file.write(
-                    f'{{"timestamp": {time}, "input_length": {tokens}, "output_length": {output}, "hash_ids": {ids}}}\n'
-                )
+                line = f'"timestamp": {time}, "input_length": {tokens}, "output_length": {output}, "hash_ids": {ids}'
+                file.write(f"{{{line}}}\n".encode())
                 if progress is not None and number % REPORT_EVERY == 0:
                     progress(number, requests)
     except OSError as error:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from rorqual.errors import InputError
 from rorqual.layout import KVLayout
 from rorqual.planner.figure import Figure
-from rorqual.planner.table import Table
+from rorqual.planner.table import Cell, Table
 from rorqual.planner.traces.curve import Curve
 from rorqual.planner.traces.replay import ReplayResult, ReplaySettings
 from rorqual.planner.traces.request import MICROSECONDS
@@ -113,20 +113,13 @@ def _pool(result: ReplayResult, layout: KVLayout) -> Iterator[Figure]:
     yield bytes_figure(
         "pool_used", result.pool_used * page, "B", "pages at the end x page bytes", f"{result.pool_used} x {page}"
     )
-    yield plain_figure(
-        "hit_rate",
-        result.hit_rate,
-        "1",
-        "hit tokens / input tokens",
-        f"{result.hit_tokens} / {result.arrivals.input_tokens}",
-    )
-    yield plain_figure(
-        "reuse_rate",
-        result.reuse_rate,
-        "1",
-        "reused tokens / input tokens",
-        f"{result.reused_tokens} / {result.arrivals.input_tokens}",
-    )
+    asked = result.arrivals.input_tokens
+    if asked:  # a trace of empty prompts has no rate
+        for name, what, share, found in (
+            ("hit_rate", "hit", result.hit_rate, result.hit_tokens),
+            ("reuse_rate", "reused", result.reuse_rate, result.reused_tokens),
+        ):
+            yield plain_figure(name, share, "1", f"{what} tokens / input tokens", f"{found} / {asked}")
     yield plain_figure("hits", result.hits, "1", "requests that adopt a hit (more than W tokens)", str(result.hits))
     yield tokens_figure(
         "hit_tokens", result.hit_tokens, "whole pages found x page", f"{result.pages_read} x {layout.page_tokens}"
@@ -152,6 +145,17 @@ def _pool(result: ReplayResult, layout: KVLayout) -> Iterator[Figure]:
             yield bytes_figure(f"{name}_rate", rate, "B/s", f"bytes {name} / span", f"{size} / {seconds:.10g}")
 
 
+def check_target(target: float | None) -> None:
+    """Refuse a hit rate [1] that no pool can have; None is no target. Source: the caller.
+
+    >>> check_target(1.5)
+    Traceback (most recent call last):
+    rorqual.errors.InputError: target hit rate must be in 0..1; got 1.5
+    """
+    if target is not None and not 0 <= target <= 1:
+        raise InputError(f"target hit rate must be in 0..1; got {target}")
+
+
 def curve_table(curve: Curve, layout: KVLayout, target: float | None = None) -> Table:
     """Hit rates [1] of pools [B], each twice the one before, up to the one that never evicts; and of the target.
 
@@ -165,10 +169,9 @@ def curve_table(curve: Curve, layout: KVLayout, target: float | None = None) -> 
     >>> curve_table(curve, KVLayout(presets.load("v4.1-flash")), 0.2).rows[-1]
     ('target', 16, 1822720, '1.82 MB', 0.384)
     """
-    if target is not None and not 0 <= target <= 1:
-        raise InputError(f"target hit rate must be in 0..1; got {target}")
+    check_target(target)
     sizes = sorted({-(-curve.largest >> halvings) for halvings in range(SIZES)})
-    rows = [_row("", pages, curve, layout) for pages in sizes]
+    rows: list[tuple[Cell, ...]] = [_row("", pages, curve, layout) for pages in sizes]
     note = (
         f"LRU; sampled {curve.rate:g} of the keys, {curve.sampled:,} uses; no pool finds more than {curve.ceiling:.4g}."
     )
@@ -176,12 +179,30 @@ def curve_table(curve: Curve, layout: KVLayout, target: float | None = None) -> 
         pages_needed = curve.pages_for(target)
         if pages_needed is None:
             note += f" The target of {target:g} is out of reach."
+            rows.append(("target", None, None, "out of reach", None))
         else:
             rows.append(_row("target", pages_needed, curve, layout))
     columns = ("", "pool [pages]", "pool [B]", "pool", "hit rate")
     return Table(name="curve", title="Hit rate by pool size", columns=columns, rows=tuple(rows), note=note)
 
 
-def _row(name: str, pages: int, curve: Curve, layout: KVLayout) -> tuple[str, int, int, str, float]:
+def sample_figures(curve: Curve) -> tuple[Figure, ...]:
+    """What a curve was made from: the share [1] of keys sampled, their uses [1], the hit rate [1] that no pool exceeds.
+
+    Source: `Curve`.
+
+    >>> curve = Curve(rate=0.5, sampled=3, requests=2, input_tokens=1000, gains={4: 128, 16: 256})
+    >>> [(figure.id, figure.shown) for figure in sample_figures(curve)]
+    [('sampling_rate', '0.5'), ('sampled_uses', '3'), ('ceiling', '0.384')]
+    """
+    ceiling = Fraction(curve.ceiling)
+    return (
+        plain_figure("sampling_rate", Fraction(curve.rate), "1", "keys sampled / keys", f"{curve.rate:g}"),
+        plain_figure("sampled_uses", curve.sampled, "1", "uses of the keys sampled", str(curve.sampled)),
+        plain_figure("ceiling", ceiling, "1", "hit rate of a pool that never evicts", f"{curve.ceiling:.6g}"),
+    )
+
+
+def _row(name: str, pages: int, curve: Curve, layout: KVLayout) -> tuple[Cell, ...]:
     size = pages * layout.page_bytes
     return name, pages, size, decimal_bytes(size), round(curve.hit_rate(pages), 6)

@@ -18,6 +18,8 @@ REPORT_EVERY = 4096
 def lines(path: str, progress: Progress | None = None) -> Iterator[tuple[int, str]]:
     """(number from 1, line with its end) of every line of a UTF-8 file; a mark of byte order is dropped.
 
+    Unit: lines. Source: the file.
+
     Raises:
         InputError: no such file, a folder, or a line longer than MAX_LINE.
 
