@@ -7,6 +7,8 @@ rotary channels are rotated back by the query's angle before the grouped output 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,10 @@ from rorqual.model.indexer import Indexer
 from rorqual.model.rows import Rows
 from rorqual.model.run import Carry, Run
 from rorqual.model.weights import Scope, row_groups
+from rorqual.ops.dispatch import Regions
+
+_NOT_YET = object()
+"""In the place of what is made at first use."""
 
 # T rows, D hidden, H heads, C head dim, Q q_lora rank, K top-k
 
@@ -38,6 +44,7 @@ class Attention(nn.Module):
         self.sink = scope.param("attn_sink")
         self.wo_a = row_groups(scope.weight("wo_a"), config.o_groups)
         self.wo_b = scope.weight("wo_b")
+        self._packed: Any = _NOT_YET
         self.compressor = Compressor(config, role, freqs, scope) if role.mode is Mode.FULL else None
         self.indexer = Indexer(config, role, scope) if role.mode in (Mode.FULL, Mode.REINDEX) else None
 
@@ -48,11 +55,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Attention output [T, D] in the activation dtype."""
-        angles = rows.rotary.at(self.compressed)
-        qr = run.norm(run.linear(x_TD, self.wq_a, rows), self.q_norm, self.eps)
-        q = run.linear(qr, self.wq_b, rows).unflatten(-1, (self.heads, self.head_dim))
-        q = run.numerics.round(run.ops.rotate(q, angles))
-        kv = self.window_kv(x_TD, rows, run)
+        qr, q, kv = self.latents(x_TD, rows, run)
         if self.compressor is not None:
             self.compressor(x_TD, rows, run)
         if self.indexer is not None:
@@ -62,13 +65,59 @@ class Attention(nn.Module):
             window = run.kv.window(self.role.layer_id, seg, kv_n, run.tap)
             topk = carry.topk_TK[seg.rows] if self.compressed and carry.topk_TK is not None else None
             out.append(run.kv.attend(self.role.kv_source, seg, q_n, window, topk, self.sink))
-        # Native rounds before *and* after the inverse rotation (SPEC 3).
-        o = run.numerics.round(run.ops.rotate(run.numerics.round(torch.cat(out)), angles, inverse=True))
-        return self.project(o, rows, run)
+        return self.project(torch.cat(out), rows, run)
+
+    def latents(self, x_TD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed q latent [T, Q], queries [T, H, C], window KV [T, C] before its quantiser."""
+        regions = run.regions
+        short = self._fused_rows(rows, regions)
+        if regions is None or not short:
+            return self._latents_by_op(x_TD, rows, run)
+        angles, round_ = rows.rotary.at(self.compressed), run.numerics.round
+        found = regions.latents(x_TD[:short], self._packed, _first(angles, short), run.numerics.native)
+        qr, q, kv = (round_(x) for x in found)
+        if short < len(rows):
+            rest = self._latents_by_op(x_TD[short:], rows.without_short(), run)
+            qr, q, kv = (torch.cat(pair) for pair in zip((qr, q, kv), rest, strict=True))
+        return qr, q, kv
+
+    def _latents_by_op(self, x_TD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        qr = run.norm(run.linear(x_TD, self.wq_a, rows), self.q_norm, self.eps)
+        q = run.linear(qr, self.wq_b, rows).unflatten(-1, (self.heads, self.head_dim))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(self.compressed)))
+        return qr, q, self.window_kv(x_TD, rows, run)
 
     def project(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:
-        """Grouped output projection: contiguous heads of group g through rows g * o_lora.. of Wo_a, then Wo_b."""
+        """Rotated back, then the grouped output projection: contiguous heads of group g through rows g * o_lora.. of
+        Wo_a, then Wo_b."""
+        regions = run.regions
+        short = self._fused_rows(rows, regions)
+        if regions is None or not short:
+            return self._project_by_op(o_THC, rows, run)
+        angles = _first(rows.rotary.at(self.compressed), short)
+        out = run.numerics.round(regions.project(o_THC[:short], self._packed, angles, run.numerics.native))
+        if short == len(rows):
+            return out
+        return torch.cat((out, self._project_by_op(o_THC[short:], rows.without_short(), run)))
+
+    def _fused_rows(self, rows: Rows, regions: Regions | None) -> int:
+        """Rows that take the fused projections: where there are any, every short row, whatever stands beside them."""
+        if not rows.short_rows or regions is None:
+            return 0
+        if self._packed is _NOT_YET:
+            parts = (self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b, self.q_norm, self.kv_norm)
+            self._packed = regions.pack_attention(*parts, eps=self.eps, heads=self.heads)
+        return 0 if self._packed is None else rows.short_rows
+
+    def _project_by_op(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:
+        # Native rounds before *and* after the inverse rotation (SPEC 3).
+        angles, round_ = rows.rotary.at(self.compressed), run.numerics.round
+        o_THC = round_(run.ops.rotate(round_(o_THC), angles, inverse=True))
         grouped = o_THC.reshape(len(rows), self.groups, -1).float()
         # Wo_a is stored FP8 but used as bf16 with no rounding of its input (SPEC 3); each group rounds its output.
         latent = run.numerics.round(run.ops.grouped_linear(grouped, self.wo_a, rows.short_rows))
         return run.linear(latent.flatten(1), self.wo_b, rows)
+
+
+def _first(angles: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    return angles[0][:rows], angles[1][:rows]

@@ -80,12 +80,15 @@ class PagedKV:
         return min(seg.start, max(seg.window_floor, reach, span.held_from(slots.rings.rows), 0))
 
     def window(self, layer: int, seg: Segment, kv_nC: Tensor, tap: Tap) -> tuple[Tensor, int]:
+        rings, base = self.cache.slots.rings, self._span_start(layer, seg)
+        if not tap.active and self.ops.regions is not None:
+            keys = self.ops.regions.window(rings.data[layer, seg.slot], self.window_fmt, kv_nC, seg.start, base)
+            if keys is not None:
+                return keys, base
         kv_nC = tap.nudge(f"layers.{layer}.window_kv", kv_nC, self.window_fmt, seg.start)
         packed = self.ops.quantize(kv_nC, self.window_fmt)
         if tap.active:
             packed = tap_packed(tap, f"layers.{layer}.window_kv", packed, self.window_fmt, kv_nC.dtype, seg.start)
-        rings = self.cache.slots.rings
-        base = self._span_start(layer, seg)
         own = self.ops.dequantize(packed.codes, packed.scales, self.window_fmt)
         keys = own
         if base < seg.start:

@@ -6,6 +6,8 @@ the layer before and returns one for the layer after.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +18,17 @@ from rorqual.model.moe import MoE
 from rorqual.model.rows import Rows
 from rorqual.model.run import Carry, Run
 from rorqual.model.weights import Scope
+from rorqual.ops.dispatch import Regions
 
 # T rows, S residual copies, D hidden
+
+
+Written = tuple[Tensor, Tensor, Tensor]
+"""A sub-layer's output [T, D], and the post [T, S] and comb [T, S, S] that write it to the stream."""
+Entered = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+_NOT_YET = object()
+"""In the place of what is made at first use."""
 
 
 class HyperMix(nn.Module):
@@ -27,6 +38,14 @@ class HyperMix(nn.Module):
         super().__init__()
         self.fn, self.base, self.scale = (scope.param(f"hc_{kind}_{part}") for part in ("fn", "base", "scale"))
         self.rms_eps, self.hc_eps, self.iters = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+        self.packed: Any = _NOT_YET
+
+    def packed_for(self, regions: Regions, norm: Tensor, eps: float) -> Any:
+        """The mix and the norm behind it as the region takes them; None where there is none for them."""
+        if self.packed is _NOT_YET:
+            settings = {"mix_eps": self.rms_eps, "hc_eps": self.hc_eps, "iters": self.iters, "eps": eps}
+            self.packed = regions.pack_mix(self.fn, self.scale, self.base, norm, **settings)
+        return self.packed
 
     def forward(self, x_TSD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         return run.ops.hyper_mix(
@@ -77,23 +96,60 @@ class Layer(nn.Module):
         """(stream, pre) entering the block -> (stream, pre) leaving it."""
         name = self.name
         x, pre = self.enter(x_TSD, pre_TS, rows, run)
-        ffn_pre, post, comb = self._mix(self.attn_mix, x, rows, run, "attn")
-        ffn_pre = run.record(f"{name}.attn_pre", ffn_pre, rows)
-        inner = run.record(f"{name}.attn_in", self.collapse(x, pre, self.attn_norm, run), rows)
+        x, inner, ffn_pre, post, comb = self.enter_sublayer("attn", x, pre, None, rows, run)
         out = run.record(f"{name}.attn_out", self.attn(inner, rows, carry, run), rows)
-        x = run.numerics.round(run.ops.hyper_expand(out, x, post, comb))
-        next_pre, post, comb = self._mix(self.ffn_mix, x, rows, run, "ffn")
-        inner = run.record(f"{name}.ffn_in", self.collapse(x, ffn_pre, self.ffn_norm, run), rows)
+        x, inner, next_pre, post, comb = self.enter_sublayer("ffn", x, ffn_pre, (out, post, comb), rows, run)
         out = run.record(f"{name}.ffn_out", self.ffn(inner, rows, run, name), rows)
         x = run.numerics.round(run.ops.hyper_expand(out, x, post, comb))
         if self.last or self.role.part is Part.DRAFT:
             x = run.record(f"{name}.x_out", x, rows)
         return x, run.record(f"{name}.pre_out", next_pre, rows)
 
-    def _mix(self, mix: HyperMix, x_TSD: Tensor, rows: Rows, run: Run, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    def enter_sublayer(
+        self, kind: str, x_TSD: Tensor, pre_TS: Tensor, written: Written | None, rows: Rows, run: Run
+    ) -> Entered:
+        """Add what the last sub-layer gave, if any, and make the next one's input and coefficients.
+
+        Returns:
+            (stream [T, S, D], input [T, D], its pre [T, S], post [T, S], comb [T, S, S]).
+        """
+        mix, norm = (self.attn_mix, self.attn_norm) if kind == "attn" else (self.ffn_mix, self.ffn_norm)
+        # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
+        regions = run.regions
+        packed = None if regions is None else mix.packed_for(regions, norm, self.eps)
+        short = rows.short_rows
+        if regions is None or packed is None or not short:
+            return self._enter_by_op(kind, x_TSD, pre_TS, written, rows, run)
+        first = None if written is None else _cut(written, slice(0, short))
+        x, inner, *mixed = regions.enter(x_TSD[:short], pre_TS[:short], packed, run.numerics.native, first)
+        x, inner, (pre, post, comb) = run.numerics.round(x), run.numerics.round(inner), mixed
+        if short < len(rows):
+            cut = slice(short, None)
+            last = None if written is None else _cut(written, cut)
+            rest = self._enter_by_op(kind, x_TSD[cut], pre_TS[cut], last, rows.without_short(), run)
+            found = (x, inner, pre, post, comb)
+            x, inner, pre, post, comb = (torch.cat(pair) for pair in zip(found, rest, strict=True))
+        return x, inner, pre, post, comb
+
+    def _enter_by_op(
+        self, kind: str, x_TSD: Tensor, pre_TS: Tensor, written: Written | None, rows: Rows, run: Run
+    ) -> Entered:
+        name = self.name
+        mix, norm = (self.attn_mix, self.attn_norm) if kind == "attn" else (self.ffn_mix, self.ffn_norm)
+        if written is not None:
+            out, post, comb = written
+            x_TSD = run.numerics.round(run.ops.hyper_expand(out, x_TSD, post, comb))
         pre, post, comb = mix(x_TSD, rows, run)
-        post = run.record(f"{self.name}.{kind}_post", post, rows)
-        return pre, post, run.record(f"{self.name}.{kind}_comb", comb, rows)
+        post = run.record(f"{name}.{kind}_post", post, rows)
+        comb = run.record(f"{name}.{kind}_comb", comb, rows)
+        if kind == "attn":
+            pre = run.record(f"{name}.attn_pre", pre, rows)
+        return x_TSD, run.record(f"{name}.{kind}_in", self.collapse(x_TSD, pre_TS, norm, run), rows), pre, post, comb
+
+
+def _cut(written: Written, rows: slice) -> Written:
+    out, post, comb = written
+    return out[rows], post[rows], comb[rows]
 
 
 def first_pre(x_TSD: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,8 +14,12 @@ from rorqual.formats.weights import DenseWeight
 from rorqual.model.rows import Rows
 from rorqual.model.run import Run
 from rorqual.model.weights import Scope
+from rorqual.ops.dispatch import Regions
 from rorqual.ops.reference.experts import swiglu
 from rorqual.ops.rowwise import by_row
+
+_NOT_YET = object()
+"""In the place of what is made at first use."""
 
 # T rows, D hidden, E routed experts, k experts a token
 
@@ -30,6 +36,7 @@ class MoE(nn.Module):
         self.normalise = config.norm_topk_prob and per_token > 1
         self.scaling = config.routed_scaling_factor
         self.bias_vl: Tensor | None = None
+        self._packed: Any = _NOT_YET
         if experts:
             self.gate = DenseWeight(scope.param("gate.weight"))
             self.bias = scope.param("gate.bias")
@@ -44,6 +51,38 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
         """Output [T, D] in the activation dtype; the sum over experts is fp32, rounded once."""
+        # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
+        regions = run.regions
+        short = rows.short_rows if regions is not None and self._packed_for(regions) is not None else 0
+        if regions is None or not short:
+            return self._by_op(x_TD, rows, run, name)
+        image = None if rows.image_T is None or self.bias_vl is None else rows.image_T[:short]
+        total = regions.moe(x_TD[:short], self._packed, image, run.numerics.native)
+        if short == len(rows):
+            return run.numerics.round(total)
+        return torch.cat((run.numerics.round(total), self._by_op(x_TD[short:], rows.without_short(), run, name)))
+
+    def _packed_for(self, regions: Regions) -> Any:
+        """The layer as the region takes it; None where there is none for it."""
+        if self._packed is _NOT_YET:
+            self._packed = self.experts and regions.pack_moe(
+                self.gate,
+                self.bias,
+                self.bias_vl,
+                self.w1,
+                self.w2,
+                self.w3,
+                self.shared,
+                per_token=self.per_token,
+                scoring=self.scoring,
+                temperature=self.temperature,
+                scaling=self.scaling,
+                normalise=self.normalise,
+                limit=self.limit,
+            )
+        return self._packed or None
+
+    def _by_op(self, x_TD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
         total = torch.zeros_like(x_TD, dtype=torch.float32)
         if self.experts:
             index, weight = self.route(x_TD, rows, run, name)

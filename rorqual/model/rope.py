@@ -51,6 +51,13 @@ class Rotary:
         self._positions = positions_T.to(torch.float32)
         self._cache: dict[bool, tuple[Tensor, Tensor]] = {}
 
+    def without_short(self) -> Rotary:
+        """Of the rows after the short ones; angles that are there already are kept."""
+        made = Rotary(self._freqs, self._positions[self._short_rows :], 0)
+        cut = slice(self._short_rows, None)
+        made._cache = {kind: (cos[cut], sin[cut]) for kind, (cos, sin) in self._cache.items()}
+        return made
+
     def at(self, compressed: bool) -> tuple[Tensor, Tensor]:
         if compressed not in self._cache:
             # Angles are fp32 position x fp32 frequency, as in the release.

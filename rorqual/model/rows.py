@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,19 @@ class Rows:
         """x [T, ...] segment by segment, views; the gradient of all of them is one concatenation."""
         parts: tuple[Tensor, ...] = x_T.split([s.row_end - s.row_start for s in self.segments])
         return parts
+
+    def without_short(self) -> Rows:
+        """The rows after the short ones, for what is done row by row: it looks at no segment."""
+        cut = slice(self.short_rows, None)
+        return replace(
+            self,
+            segments=(),
+            positions_T=self.positions_T[cut],
+            rotary=self.rotary.without_short(),
+            short_rows=0,
+            image_T=None if self.image_T is None else self.image_T[cut],
+            engram_TLE=None if self.engram_TLE is None else self.engram_TLE[cut],
+        )
 
     @property
     def first(self) -> int:

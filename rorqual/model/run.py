@@ -14,7 +14,7 @@ from rorqual.model.kv import KVStore
 from rorqual.model.numerics import Numerics
 from rorqual.model.rows import Rows
 from rorqual.model.tap import Tap
-from rorqual.ops.dispatch import Ops
+from rorqual.ops.dispatch import Ops, Regions
 
 
 @dataclass(slots=True)
@@ -50,6 +50,11 @@ class Run:
     tap: Tap
     stale_decode: bool = False
     hooks: Hooks | None = None
+
+    @property
+    def regions(self) -> Regions | None:
+        """Fused regions; None where there are none, or where somebody asks for what happens inside a layer."""
+        return None if self.tap.active or self.hooks is not None else self.ops.regions
 
     def linear(self, x_TK: Tensor, weight: Weight, rows: Rows) -> Tensor:
         """x W^T in the activation dtype: one rounding of the output in native, and of a quantised weight's input."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,6 +33,30 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "fast", "plain"]
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regions:
+    """Whole stretches of a layer in one kernel, for the few rows of decode and verification.
+
+    Each is the twin of a named function of the model, which runs where there is none, or where somebody watches.
+
+    pack_*: what a layer's weights are handed in, made once; None for weights that the kernel does not read.
+    """
+
+    pack_moe: Callable[..., Any]
+    moe: Callable[..., Tensor]
+    """`model.moe.MoE.forward`."""
+    pack_attention: Callable[..., Any]
+    latents: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """`model.attention.Attention.latents`."""
+    project: Callable[..., Tensor]
+    """`model.attention.Attention.project`."""
+    pack_mix: Callable[..., Any]
+    enter: Callable[..., tuple[Tensor, ...]]
+    """`model.layer.Layer.enter_sublayer`."""
+    window: Callable[..., Tensor | None]
+    """`model.kv.PagedKV.window`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +79,8 @@ class Ops:
     hyper_mix: Callable[..., hyper.Coefficients]
     hyper_collapse: Callable[..., Tensor]
     hyper_expand: Callable[..., Tensor]
+    regions: Regions | None = None
+    """None where every row goes op by op."""
 
 
 def reference_ops() -> Ops:
@@ -110,16 +136,49 @@ def fast_ops(path: Path | None = None) -> Ops:
         hyper_mix=partial(hyper.hyper_mix, path=path),
         hyper_collapse=hyper.hyper_collapse,
         hyper_expand=hyper.hyper_expand,
+        regions=_regions(path),
+    )
+
+
+def _regions(path: Path) -> Regions | None:
+    """Where products are vector products; the plain loops are no faster for being in one kernel."""
+    from rorqual.ops.fast import hyper_rows, latent_rows, linear, moe_rows, window
+
+    if not linear.has_vectors(path):
+        return None
+    return Regions(
+        pack_moe=moe_rows.MoeRows.of,
+        moe=moe_rows.moe_rows,
+        pack_attention=latent_rows.AttentionRows.of,
+        latents=latent_rows.latents,
+        project=latent_rows.project,
+        pack_mix=hyper_rows.MixRows.of,
+        enter=hyper_rows.enter,
+        window=window.window_rows,
     )
 
 
 def _steps() -> list[Callable[[], None]]:
     """What makes everything that `fast_ops()` runs start at once, step by step."""
     from rorqual.ops import cpu
-    from rorqual.ops.fast import attention, experts, gather, hyper, index_scores, linear, norm, topk
+    from rorqual.ops.fast import (
+        attention,
+        experts,
+        gather,
+        hyper,
+        hyper_rows,
+        index_scores,
+        latent_rows,
+        linear,
+        moe_rows,
+        norm,
+        topk,
+        window,
+    )
 
     path = cpu.best_path()
-    by_path = (module.kernels(path) for module in (attention, index_scores, topk, gather, linear))
+    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window)
+    by_path = (module.kernels(path) for module in modules)
     kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
 

@@ -167,9 +167,9 @@ def test_kernels_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     # AVX2 alone compiles none of the 512-bit kernels.
     monkeypatch.setattr(fast, "features", lambda: frozenset({"avx2", "fma"}))
-    assert not fast._has_vectors.__wrapped__("vector")
+    assert not fast.has_vectors.__wrapped__("vector")
     monkeypatch.setattr(fast, "features", lambda: frozenset({"avx2", "fma", "avx512f"}))
-    assert not fast._has_vectors.__wrapped__("plain")
+    assert not fast.has_vectors.__wrapped__("plain")
 
 
 def _numbers_of_all_sizes() -> Tensor:

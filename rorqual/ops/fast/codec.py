@@ -147,7 +147,7 @@ def _quantize_e2m1_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Arra
 
 
 @_jit
-def _quantize_e4m3_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
+def quantize_e4m3_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
     """As `_quantize_e2m1_e4m3`."""
     for r in range(scales_RG.shape[0]):
         for g in range(scales_RG.shape[1]):
@@ -197,7 +197,7 @@ _QUANTIZE: Mapping[NumberFormat, Callable[..., bool]] = MappingProxyType(
     {
         E2M1_E4M3_16: _quantize_e2m1_e4m3,
         E2M1_E8M0_32: _quantize_e2m1_e8m0,
-        E4M3_E8M0_32: _quantize_e4m3_e8m0,
+        E4M3_E8M0_32: quantize_e4m3_e8m0,
     }
 )
 _BIT_PATTERNS: Mapping[torch.dtype, tuple[torch.dtype, np.uint32]] = MappingProxyType(

@@ -32,7 +32,7 @@ from rorqual.ops.fast.linear import (
     pack_rows,
     parts_of,
 )
-from rorqual.ops.fast.row_kernels import pack_row, part
+from rorqual.ops.fast.row_kernels import pack_row, part, round_bf16
 from rorqual.ops.fast.row_vectors import FP32, Array
 
 PASS_BYTES = 256 << 20
@@ -40,13 +40,19 @@ PASS_BYTES = 256 << 20
 BATCH_BYTES = 64 << 20
 """Gates, ups and hidden values held at once, unless one expert alone needs more."""
 
-_F32, _U32 = np.float32, np.uint32
+_F32 = np.float32
 
 
 @part
-def _round_bf16(value: Any) -> Any:
-    u = _F32(value).view(np.uint32)
-    return _U32((u + _U32(0x7FFF) + ((u >> _U32(16)) & _U32(1))) & _U32(0xFFFF0000)).view(np.float32)
+def activated(gate: Any, up: Any, weight: Any, limit: Any, native: Any) -> Any:
+    """silu(min(gate, limit)) * clamp(up, +-limit) * weight, rounded where native does; limit 0 clamps nothing."""
+    if native:
+        gate, up = round_bf16(gate), round_bf16(up)
+    if limit > 0:
+        gate = limit if gate > limit else gate
+        up = limit if up > limit else (-limit if up < -limit else up)
+    value = gate / (_F32(1) + math.exp(-gate)) * up * weight
+    return round_bf16(value) if native else value
 
 
 @kernel(
@@ -70,14 +76,7 @@ def _activate(
         row_I = np.empty(gate_up_QI.shape[1], np.float32)
         for p in range(pairs * share // parts, pairs * (share + 1) // parts):
             for i in range(row_I.shape[0]):
-                gate, up = gate_up_QI[p, i], gate_up_QI[pairs + p, i]
-                if native:
-                    gate, up = _round_bf16(gate), _round_bf16(up)
-                if limit > 0:
-                    gate = limit if gate > limit else gate
-                    up = limit if up > limit else (-limit if up < -limit else up)
-                value = gate / (_F32(1) + math.exp(-gate)) * up * weight_P[p]
-                row_I[i] = _round_bf16(value) if native else value
+                row_I[i] = activated(gate_up_QI[p, i], gate_up_QI[pairs + p, i], weight_P[p], limit, native)
             finite_P[p] = pack_row(row_I, paired, quantise, hidden_PI[p])
 
 
@@ -90,7 +89,7 @@ def _combine(y_PD: Any, pair_Tk: Any, native: Any, out_TD: Any, parts: Any) -> N
                 total = _F32(0)
                 for slot in range(pair_Tk.shape[1]):
                     y = y_PD[pair_Tk[t, slot], i]
-                    total += _round_bf16(y) if native else y
+                    total += round_bf16(y) if native else y
                 out_TD[t, i] = total
 
 

@@ -58,7 +58,7 @@ def _softmax_rows(comb_nn: Any, hc_eps: Any) -> None:
 
 
 @part
-def _split(
+def split(
     mixes_M: Any, factor: Any, scale_3: Any, base_M: Any, hc_eps: Any, iters: Any, pre_n: Any, post_n: Any, comb_nn: Any
 ) -> None:
     """One token's coefficients, from its mixes times a factor."""
@@ -74,6 +74,27 @@ def _split(
     for _ in range(iters - 1):
         _normalize_rows(comb_nn, hc_eps)
         _normalize_rows(comb_nn.T, hc_eps)
+
+
+@part
+def collapse(streams_nD: Any, pre_n: Any, out_D: Any) -> None:
+    """One token's weighted sum of the copies."""
+    for d in range(out_D.shape[0]):
+        total = pre_n[0] * streams_nD[0, d]
+        for j in range(1, pre_n.shape[0]):
+            total += pre_n[j] * streams_nD[j, d]
+        out_D[d] = total
+
+
+@part
+def expand(out_D: Any, streams_nD: Any, post_n: Any, comb_nn: Any, result_nD: Any) -> None:
+    """One token's streams after a sub-layer gave `out_D`."""
+    for k in range(post_n.shape[0]):
+        for d in range(out_D.shape[0]):
+            total = comb_nn[0, k] * streams_nD[0, d]
+            for j in range(1, post_n.shape[0]):
+                total += comb_nn[j, k] * streams_nD[j, d]
+            result_nD[k, d] = post_n[k] * out_D[d] + total
 
 
 _MIX = (
@@ -101,18 +122,14 @@ def _mix(
     for share in prange(parts):
         for t in range(tokens * share // parts, tokens * (share + 1) // parts):
             factor = inverse_rms(flat_TC[t], eps_rms) if flat_TC.shape[1] else _F32(1)
-            _split(mixes_TM[t], factor, scale_3, base_M, hc_eps, iters, pre_Tn[t], post_Tn[t], comb_Tnn[t])
+            split(mixes_TM[t], factor, scale_3, base_M, hc_eps, iters, pre_Tn[t], post_Tn[t], comb_Tnn[t])
 
 
 @kernel("void(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], int64)", parallel=True)
 def _collapse(streams_TnD: Any, pre_Tn: Any, out_TD: Any, parts: Any) -> None:
     for share in prange(parts):
         for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
-            for d in range(out_TD.shape[1]):
-                total = pre_Tn[t, 0] * streams_TnD[t, 0, d]
-                for j in range(1, pre_Tn.shape[1]):
-                    total += pre_Tn[t, j] * streams_TnD[t, j, d]
-                out_TD[t, d] = total
+            collapse(streams_TnD[t], pre_Tn[t], out_TD[t])
 
 
 @kernel(
@@ -122,12 +139,7 @@ def _collapse(streams_TnD: Any, pre_Tn: Any, out_TD: Any, parts: Any) -> None:
 def _expand(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_TnD: Any, parts: Any) -> None:
     for share in prange(parts):
         for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
-            for k in range(post_Tn.shape[1]):
-                for d in range(out_TD.shape[1]):
-                    total = comb_Tnn[t, 0, k] * streams_TnD[t, 0, d]
-                    for j in range(1, post_Tn.shape[1]):
-                        total += comb_Tnn[t, j, k] * streams_TnD[t, j, d]
-                    result_TnD[t, k, d] = post_Tn[t, k] * out_TD[t, d] + total
+            expand(out_TD[t], streams_TnD[t], post_Tn[t], comb_Tnn[t], result_TnD[t])
 
 
 KERNELS = (_mix, _collapse, _expand)

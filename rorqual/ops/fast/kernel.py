@@ -86,8 +86,8 @@ class Kernel:
                 self._dispatcher.disable_compile()
                 self._entry = self._dispatcher
 
-    def __call__(self, *args: Any, tasks: int = 0) -> None:
-        """Run on arguments of exactly the signature's types.
+    def __call__(self, *args: Any, tasks: int = 0) -> Any:
+        """Run on arguments of exactly the signature's types; a serial kernel may return a value.
 
         tasks: of a parallel kernel, how many loop iterations there are; one alone wakes no other thread.
         """
@@ -95,18 +95,18 @@ class Kernel:
             self.compile()
         assert self._entry is not None
         if not self.parallel:
-            self._entry(*args)
-            return
+            return self._entry(*args)
         with _PARALLEL_REGION:
             threads = workers()
             if tasks != 1 or threads == 1:
                 self._entry(*args)
-                return
+                return None
             _mask_threads(1)
             try:
                 self._entry(*args)
             finally:
                 _mask_threads(threads)
+        return None
 
 
 class _FirstCompilation(event.Listener):

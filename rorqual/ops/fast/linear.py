@@ -142,13 +142,14 @@ def _choose(
 ) -> tuple[Kernel, tuple[Array, tuple[int, ...]]]:
     """A kernel for this kind, and its first two arguments."""
     form = kind.code, kind.unit, kind.scale_rows
-    if _has_vectors(path):
+    if has_vectors(path):
         return kernels[kind.dtype], (kind.marker, form)
     return kernels["plain"], (FP4.marker, form)
 
 
 @cache
-def _has_vectors(path: Path | None) -> bool:
+def has_vectors(path: Path | None) -> bool:
+    """Whether products on `path` take the vector kernel, and not the plain one."""
     return (best_path() if path is None else check_path(path)) != "plain" and "avx512f" in features()
 
 
@@ -163,7 +164,7 @@ def _tensors(weight: Weight) -> tuple[Tensor, Tensor]:
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     """All that ops on `path` run; the others may not even compile on this CPU."""
-    names = [name for name in MULTIPLY if (name != "plain") == _has_vectors(path)]
+    names = [name for name in MULTIPLY if (name != "plain") == has_vectors(path)]
     return (pack, *(MULTIPLY[name] for name in names), *(EXPAND[name] for name in names if name in EXPAND))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rorqual.ops.fast.kernel import kernel, refuse_gradients
 from rorqual.ops.fast.linear import parts_of
-from rorqual.ops.fast.row_kernels import dot, part
+from rorqual.ops.fast.row_kernels import dot, part, round_bf16
 
 # T rows, K channels
 
@@ -23,6 +23,24 @@ _F32 = np.float32
 def inverse_rms(x_K: Any, eps: Any) -> Any:
     """1 / sqrt(mean(x^2) + eps) of one row, fp32; the sum's order depends on K alone."""
     return _F32(1) / _F32(math.sqrt(_F32(dot(x_K, x_K) / _F32(x_K.shape[0])) + eps))
+
+
+@part
+def round_row(x_K: Any, native: Any) -> None:
+    """To bf16 in place where native rounds."""
+    if native:
+        for k in range(x_K.shape[0]):
+            x_K[k] = round_bf16(x_K[k])
+
+
+@part
+def norm_row(x_K: Any, weight_K: Any, eps: Any, native: Any) -> None:
+    """RMSNorm of one row in place, rounded before and after where native rounds."""
+    round_row(x_K, native)
+    scale = inverse_rms(x_K, eps)
+    for k in range(x_K.shape[0]):
+        x_K[k] = weight_K[k] * (x_K[k] * scale)
+    round_row(x_K, native)
 
 
 @kernel("void(float32[:, ::1], float32[::1], float32, float32[:, ::1], int64)", parallel=True)

@@ -65,10 +65,13 @@ _CHUNK = 32
 """Rows of x whose lanes are held at once."""
 _PIECE = 16
 """Blocks decoded at once into the buffer: 8 x 512 fp32 = 16 KB."""
+LANES_ROOM, WIDE_ROOM = _CHUNK * ROWS * LANES, ROWS * _PIECE * TILE
+"""fp32 values of the room that `share_vector` works in."""
 
 
 @part
-def _address(array: Any) -> Any:
+def address(array: Any) -> Any:
+    """Of an array's first element, for functions that take addresses."""
     # Signed: numba adds uint64 to int64 as floats.
     return np.int64(array.ctypes.data)
 
@@ -77,6 +80,13 @@ def _address(array: Any) -> Any:
 def _scale_offset(scale_rows: Any, row: Any, k: Any) -> Any:
     """Of the scale bytes of a weight row."""
     return row // scale_rows * ((k + TILE - 1) // TILE) if scale_rows else 0
+
+
+@part
+def columns(n: Any, share: Any, parts: Any) -> Any:
+    """[n0, n1): a part's share of output columns, in whole eights."""
+    eights = (n + ROWS - 1) // ROWS
+    return eights * share // parts * ROWS, min(n, eights * (share + 1) // parts * ROWS)
 
 
 @part
@@ -113,7 +123,7 @@ def _multiply_eight(
 
 
 @part
-def _share_vector(
+def share_vector(
     marker: Any, form: Any, w: Any, s: Any, n: Any, k: Any, n0: Any, n1: Any, x_P: Any, y_PN: Any, lanes: Any, wide: Any
 ) -> None:
     """Output columns [n0, n1) of one weight times rows of x; n0 is a multiple of eight. `lanes` and `wide` are room."""
@@ -128,8 +138,8 @@ def _share_vector(
         if ragged:
             step = blocks * unit
             for i in range(rows):
-                copy_bytes(_address(spare) + i * step, codes + i * row_bytes, row_bytes)
-            codes = _address(spare)
+                copy_bytes(address(spare) + i * step, codes + i * row_bytes, row_bytes)
+            codes = address(spare)
             if scale_bytes:
                 copy_bytes(codes + ROWS * step, scales, rows * scale_bytes)
                 scales = codes + ROWS * step
@@ -137,10 +147,11 @@ def _share_vector(
             x = x_P[p : p + _CHUNK]
             for i in range(x.shape[0] * ROWS * LANES):
                 lanes[i] = 0
-            _multiply_eight(marker, unit, _address(lanes), codes, step, scales, scale_bytes, blocks, x, _address(wide))
+            _multiply_eight(marker, unit, address(lanes), codes, step, scales, scale_bytes, blocks, x, address(wide))
             for i in range(x.shape[0] * ROWS):
-                if i % ROWS < rows:
-                    y_PN[p + i // ROWS, first + i % ROWS] = sum_lanes(_address(lanes) + i * LANE_BYTES)
+                # Numba frees an array after its last mention, whatever still reads its address.
+                if i % ROWS < rows and spare.size >= 0:
+                    y_PN[p + i // ROWS, first + i % ROWS] = sum_lanes(address(lanes) + i * LANE_BYTES)
 
 
 def _multiply_vector(
@@ -158,14 +169,13 @@ def _multiply_vector(
     parts: Any,
 ) -> None:
     """Each part has its share of the output columns, for every weight."""
-    eights = (n + ROWS - 1) // ROWS
     for share in prange(parts):
-        n0, n1 = eights * share // parts * ROWS, min(n, eights * (share + 1) // parts * ROWS)
-        x_P = _address(x_TK) + row_P * (x_TK.shape[1] * 4)
-        lanes, wide = np.empty(_CHUNK * ROWS * LANES, np.float32), np.empty(ROWS * _PIECE * TILE, np.float32)
+        n0, n1 = columns(n, share, parts)
+        x_P = address(x_TK) + row_P * (x_TK.shape[1] * 4)
+        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
         for j in range(w_J.shape[0]):
             x, y = x_P[first_J[j] : last_J[j]], y_PN[first_J[j] : last_J[j]]
-            _share_vector(marker, form, w_J[j], s_J[j], n, k, n0, n1, x, y, lanes, wide)
+            share_vector(marker, form, w_J[j], s_J[j], n, k, n0, n1, x, y, lanes, wide)
 
 
 @part
@@ -189,10 +199,10 @@ def _e4m3_value(code: Any) -> Any:
 @part
 def _decode_row(code: Any, unit: Any, w: Any, s: Any, k: Any, out_K: Any, raw_B: Any) -> None:
     """One weight row to fp32 in lane order, in plain loops. `raw_B` is room for its bytes, zeros past them."""
-    copy_bytes(_address(raw_B), w, k * unit // TILE)
+    copy_bytes(address(raw_B), w, k * unit // TILE)
     scales = np.empty(out_K.shape[0] // TILE, np.uint8)
     if code <= _FP8_CODE:
-        copy_bytes(_address(scales), s, scales.shape[0])
+        copy_bytes(address(scales), s, scales.shape[0])
     bits_K, raw_H = out_K.view(np.uint32), raw_B.view(np.uint16)
     for block in range(scales.shape[0]):
         first, second, scale = block * TILE, block * TILE + LANES, _E8M0[scales[block]]
@@ -210,7 +220,7 @@ def _decode_row(code: Any, unit: Any, w: Any, s: Any, k: Any, out_K: Any, raw_B:
                 bits_K[first + i] = _U32(raw_H[first + 2 * i]) << _U32(16)
                 bits_K[second + i] = _U32(raw_H[first + 2 * i + 1]) << _U32(16)
     if code == _FP32_CODE:
-        copy_bytes(_address(out_K), _address(raw_B), out_K.shape[0] * 4)
+        copy_bytes(address(out_K), address(raw_B), out_K.shape[0] * 4)
 
 
 @reassociated
@@ -257,9 +267,11 @@ def _expand_vector(marker: Any, form: Any, w: Any, s: Any, k: Any, row0: Any, ou
         row = w + (row0 + i) * row_bytes
         spare = np.zeros(blocks * unit if blocks * unit > row_bytes else 0, np.uint8)
         if spare.size:
-            copy_bytes(_address(spare), row, row_bytes)
-            row = _address(spare)
-        expand_blocks(marker, _address(out_NK[i]), row, s + _scale_offset(scale_rows, row0 + i, k), blocks)
+            copy_bytes(address(spare), row, row_bytes)
+            row = address(spare)
+        expand_blocks(marker, address(out_NK[i]), row, s + _scale_offset(scale_rows, row0 + i, k), blocks)
+        if spare.size < 0:  # held until here: Numba frees an array after its last mention
+            out_NK[i, 0] = 0
 
 
 def _expand_plain(marker: Any, form: Any, w: Any, s: Any, k: Any, row0: Any, out_NK: Any) -> None:
@@ -280,6 +292,13 @@ def fake_e4m3(value: Any, scale: Any, inverse: Any) -> Any:
     # Below 2^-6 the steps are 2^-9, which is the step of fp32 at 2^14.
     stepped = (magnitude + _F32(2.0**14)) - _F32(2.0**14)
     return math.copysign((stepped if magnitude < _F32(2.0**-6) else rounded) * scale, value)
+
+
+@part
+def round_bf16(value: Any) -> Any:
+    """To the nearest bf16, ties to even, as fp32."""
+    u = _F32(value).view(np.uint32)
+    return _U32((u + _U32(0x7FFF) + ((u >> _U32(16)) & _U32(1))) & _U32(0xFFFF0000)).view(np.float32)
 
 
 @part
