@@ -23,6 +23,7 @@ from rorqual.analysis.positions import (
     BLOCK,
     LENGTH,
     Score,
+    beginnings,
     by_engine,
     model_bounds,
     position_losses,
@@ -57,12 +58,13 @@ class Corpus(Protocol):
 class LanguagePlan:
     """books: names (shell patterns) of the held-out texts that the bars are on; all where none matches. order: of the
     n-grams. length: tokens that the model reads of a document at once. windows: for loss by position, at most, spread
-    over the texts. chunk: of the engine's prefill."""
+    over the texts; beginnings: short ones, for the bounds near a start. chunk: of the engine's prefill."""
 
     books: tuple[str, ...] = ("bbe/*", "web/*")
     order: int = 5
     length: int = LENGTH
     windows: int = 96
+    beginnings: int = 300
     chunk: int = 512
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
 
@@ -244,7 +246,9 @@ def _positions(
         scores = position_losses(score, ids, bos, length=plan.length, limit=plan.windows)
         if plot is not None and not found:
             draw_positions(scores, bounds, plot)
-        found[name] = position_report(scores, bounds)
+        note(f"{name.replace('_', ' ')}: loss around bounds near the start")
+        short = beginnings(score, ids, bos, length=plan.length, limit=plan.beginnings)
+        found[name] = position_report(scores, bounds, short)
     return found
 
 

@@ -43,6 +43,10 @@ EARLY, LATE = (1 / 8, 1 / 4), (1 / 2, 1)
 """Of a window's length: 512-1K and 2K-4K of 4,096."""
 HALF = 32
 """Positions on each side of a bound that are compared."""
+BEGINNING = 640
+"""Tokens of the short windows that decide about bounds near the start, up to one at 512 with 2 x 64 around it."""
+BEGINNING_STRIDE = 4 * HALF
+"""So that what is compared around a bound is other text in every window."""
 BLOCK = 512
 """Neighbouring tokens whose differences count as one sample: they share what the text is about."""
 FEW = 16
@@ -112,11 +116,15 @@ def position_losses(
     length: int = LENGTH,
     stride: int | None = None,
     limit: int | None = None,
+    first: int = 0,
+    least: int = 0,
 ) -> PositionLosses:
     """Losses in all windows of documents of `length` tokens or more, or in `limit` of them.
 
     documents: int64 [n] each, with their begin token `bos` or without.
     stride: tokens from one window's start to the next one's; None: `STRIDE` of the length.
+    first: token of a document's text at which its first window starts.
+    least: tokens that a document must have to be read at all; it counts in the numbering of tokens all the same.
     limit: shared out evenly among the documents, as far as each has windows. Each gives its first: neighbours overlap,
         so that tokens are still met at several positions.
 
@@ -125,9 +133,10 @@ def position_losses(
     """
     stride = stride or max(1, round(STRIDE * length))
     bodies = [without_begin(ids, bos) for ids in documents]
-    places = [(i, start) for i, body in enumerate(bodies) for start in range(0, len(body) - length + 1, stride)]
+    starts = [range(first, len(body) - length + 1, stride) if len(body) >= least else () for body in bodies]
+    places = [(i, start) for i, some in enumerate(starts) for start in some]
     if not places:
-        raise InputError(f"documents: none has {length} tokens")
+        raise InputError(f"documents: none has {max(first + length, least)} tokens")
     # By start, a round takes one window of every document that has any left.
     chosen = sorted(sorted(places, key=lambda place: place[1])[:limit])
     bases = np.cumsum([0, *map(len, bodies)])
@@ -182,11 +191,41 @@ def _token_means(scores: PositionLosses, start: int, end: int) -> Floats:
     return np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
 
 
-def residuals(scores: PositionLosses) -> Floats:
+def beginnings(
+    score: Score, documents: Sequence[Tensor], bos: int, *, length: int, limit: int
+) -> PositionLosses | None:
+    """Short windows, many, over the texts that windows of `length` read; None where there is no room for any.
+
+    They begin where those windows' late positions do, so that most of their tokens have a late loss to be matched with.
+    """
+    try:
+        return position_losses(
+            score,
+            documents,
+            bos,
+            length=min(BEGINNING, length),
+            stride=BEGINNING_STRIDE,
+            limit=limit,
+            first=length // 2,
+            least=length,
+        )
+    except InputError:
+        return None
+
+
+def residuals(scores: PositionLosses, late: PositionLosses | None = None) -> Floats:
     """Losses [windows, length] less the same token's mean at other windows' late positions, NaN where it has none.
 
     Late is the second half, where the loss has levelled out, so that what is subtracted hardly depends on position.
+
+    late: whose late positions; the scores' own when not given. Tokens must be numbered alike.
     """
+    if late is not None:
+        count = max(int(scores.tokens.max()), int(late.tokens.max())) + 1
+        tokens, losses = late.tokens[:, late.length // 2 :].ravel(), late.losses[:, late.length // 2 :].ravel()
+        total, seen = np.bincount(tokens, losses, minlength=count), np.bincount(tokens, minlength=count)
+        mean = np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
+        return np.asarray(scores.losses - mean[scores.tokens])
     half = scores.length // 2
     late = np.zeros_like(scores.losses, dtype=bool)
     late[:, half:] = True
@@ -254,13 +293,22 @@ def model_bounds(config: ModelConfig, *, chunk: int = 512, length: int = LENGTH)
     return {name: bound for name, bound in bounds.items() if 4 <= bound <= length - 4}
 
 
-def position_report(scores: PositionLosses, bounds: Mapping[str, int]) -> dict[str, Any]:
+def position_report(
+    scores: PositionLosses, bounds: Mapping[str, int], short: PositionLosses | None = None
+) -> dict[str, Any]:
     """Buckets, the late-against-early comparison, and the step at each bound; plain numbers for JSON.
 
     "no_step": False where there is a step at a bound, None where none is found and some bound is undecided.
+
+    short: from `beginnings`; bounds that lie well inside them are judged by them, for they are many.
     """
     matched = residuals(scores)
-    steps = {name: step_at(scores, bound, matched) for name, bound in bounds.items()}
+    reach = 0 if short is None else short.length - 2 * HALF
+    near = None if short is None else residuals(short, scores)
+    steps = {
+        name: step_at(scores, bound, matched) if short is None or bound > reach else step_at(short, bound, near)
+        for name, bound in bounds.items()
+    }
     verdicts = [step["none"] for step in steps.values()]
     return {
         "length": scores.length,

@@ -8,6 +8,7 @@ import torch
 
 from rorqual.analysis.positions import (
     PositionLosses,
+    beginnings,
     bucket_losses,
     curve,
     model_bounds,
@@ -103,6 +104,38 @@ def test_a_planted_step_is_found_where_it_is_and_only_there() -> None:
     assert not found["none"]
     for bound in (224, 320, 400):
         assert step_at(planted, bound)["none"], bound
+
+
+@pytest.mark.parametrize("jump", [0.0, 0.05])
+def test_short_windows_decide_about_bounds_near_the_start(jump: float) -> None:
+    """A text that few long windows meet: what they leave undecided at 64, many short ones tell."""
+    size, rng = 9000, np.random.default_rng(2)
+    cost = torch.from_numpy(rng.exponential(3.0, size + 1))
+
+    def score(ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(len(ids) - 1)
+        effect = 0.5 / (1 + positions / 40) + torch.where(positions >= 64, jump, 0.0)
+        return cost[ids[1:]] + effect + 0.05 * torch.from_numpy(rng.standard_normal(len(positions)))
+
+    documents, length = [torch.arange(size), torch.arange(size, size + 700) % size], 1024
+    # The second document is too short for long windows, and so for short ones.
+    long = position_losses(score, documents, BEGIN, length=length, stride=700)
+    short = beginnings(score, documents, BEGIN, length=length, limit=400)
+    assert short is not None and short.length == 640
+    assert int(short.tokens.min()) == 512 and int(short.tokens.max()) < size
+    assert all(start % 128 == 0 for start in (short.tokens[:, 0] - 512).tolist())
+    bounds = {"near": 64, "inside": 512, "far": 800}
+    alone, report = position_report(long, bounds), position_report(long, bounds, short)
+    assert alone["steps"]["near"]["none"] is None and alone["no_step"] is None
+    near = report["steps"]["near"]
+    assert near["content_matched"] and near["windows"] > 40
+    assert abs(near["step"] - jump) < 3 * near["standard_error"] < 0.03
+    assert near["none"] is (jump == 0) and report["steps"]["inside"]["none"] is True
+    assert report["steps"]["far"] == alone["steps"]["far"], "beyond the short windows' reach"
+
+
+def test_texts_with_no_room_have_no_short_windows() -> None:
+    assert beginnings(lambda ids: torch.zeros(len(ids) - 1), [torch.arange(50)], BEGIN, length=64, limit=9) is None
 
 
 def test_a_smooth_curve_has_no_step() -> None:
