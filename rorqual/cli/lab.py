@@ -136,6 +136,8 @@ def language(
     folder = (shipped_model() if run is None else run / MODEL) if model is None else model
     measured = {"name": folder.name, "fingerprint": fingerprint(folder, "model")}
     weights = load(folder)
+    # Twins until the kernels are compiled, as `auto` has it, would round the first documents otherwise.
+    weights.backend.warm()
     if run is not None:
         corpus = run_data(run)
     else:

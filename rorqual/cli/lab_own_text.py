@@ -40,6 +40,7 @@ def own_text(
         if value < least:
             raise InputError(f"{name}: {value} is not legal; legal: at least {least}")
     weights = load(shipped_model() if model is None else model, kernels=kernels)
+    weights.backend.warm()  # `auto` would begin with the twins, which round otherwise
     if weights.tokenizer is None:
         raise InputError(f"model: {model} has no tokenizer.json; texts cannot be read for it")
     documents = (
