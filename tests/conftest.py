@@ -19,6 +19,10 @@ assert "numba" not in sys.modules, "numba was imported before tests/conftest.py 
 for _variable in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+# Triton too decides when it loads: whether it compiles kernels, or interprets them, as it must without a GPU.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 
 

@@ -162,6 +162,10 @@ PLANTED = {
 ALLOWED = {
     "lower": ("model/attention.py", "from rorqual.ops import topk\nfrom rorqual.cache.pages import Pages\n"),
     "own folder": ("ops/fast/topk.py", "from rorqual.ops.paged import PagedRegion\nfrom ..paged import PagedRegion\n"),
+    "foreign by the name of a folder": (
+        "ops/triton/scores.py",
+        "import triton\nimport triton.language as tl\nfrom rorqual.ops.triton.decode import locate\n",
+    ),
     "foreign": ("errors.py", "import os, torch\nfrom importlib import import_module\nimport_module('json')\n"),
     "the facade from the top": ("cli/generate.py", "import rorqual\nfrom rorqual import __version__, load\n"),
     "the facade itself": ("__init__.py", "from rorqual.engine.load import load\n"),

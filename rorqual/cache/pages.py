@@ -56,7 +56,7 @@ class GlobalPages:
         count = rows.codes.shape[0]
         if count == 0:
             return
-        groups = torch.arange(first_group, first_group + count)
+        groups = torch.arange(first_group, first_group + count, device=self.pool.device)
         pages = block_table[groups // region.entries]
         slots = groups % region.entries
         codes, scales = region.views()

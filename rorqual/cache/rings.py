@@ -73,7 +73,7 @@ class WindowRings:
         """Store positions [start, start + n); of more than a ring's worth only the last `self.rows` are kept."""
         count = rows.codes.shape[0]
         skip = max(0, count - self.rows)
-        index = torch.arange(start + skip, start + count) % self.rows
+        index = torch.arange(start + skip, start + count, device=self.data.device) % self.rows
         ring = self.data[layer, slot]
         ring[index, : self.code_bytes] = rows.codes[skip:]
         ring[index, self.code_bytes :] = rows.scales[skip:]
@@ -81,7 +81,7 @@ class WindowRings:
     def read(self, layer: int, slot: int, start: int, end: int) -> Packed:
         """Codes and scales of positions [start, end); the caller asks only for what the span holds."""
         assert end - start <= self.rows
-        index = torch.arange(start, end) % self.rows
+        index = torch.arange(start, end, device=self.data.device) % self.rows
         rows: Tensor = self.data[layer, slot][index]
         return Packed(rows[:, : self.code_bytes].contiguous(), rows[:, self.code_bytes :].contiguous())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rorqual.checkpoint.check import check_tensors
@@ -18,24 +19,34 @@ from rorqual.inventory.names import TensorSpec, expected_tensors
 class Checkpoint:
     """An opened checkpoint. Shards are mapped when first touched; weights stay in the file and stay packed."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        stored: Mapping[str, StoredTensor],
+        device: torch.device | None = None,
+    ) -> None:
         """Use `open`. `stored` must have been checked against `specs`."""
         self.specs = specs
         self.stored = stored
         self._files: dict[Path, MappedFile] = {}
-        self._source = TensorSource(specs=specs, read=self.tensor, random_reads=self._expect_random_reads)
+        self._source = TensorSource(
+            specs=specs,
+            read=self.tensor,
+            random_reads=self._expect_random_reads,
+            device=device or torch.device("cpu"),
+        )
 
     @classmethod
-    def open(cls, path: str | Path, config: ModelConfig) -> Checkpoint:
+    def open(cls, path: str | Path, config: ModelConfig, device: torch.device | None = None) -> Checkpoint:
         """Open a folder (`model.safetensors`, or shards and their index) or one .safetensors file.
 
-        Reads headers only. CheckpointError, one line, when a file is missing, truncated or damaged, or when names,
-        shapes or dtypes are not those of the config.
+        Reads headers only. Scopes hand tensors out on `device`, the CPU unless given. CheckpointError, one line, when a
+        file is missing, truncated or damaged, or when names, shapes or dtypes are not those of the config.
         """
         specs = expected_tensors(config)
         stored = read_index(path)
         check_tensors(specs, stored)
-        return cls(specs, stored)
+        return cls(specs, stored, device)
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,8 @@ class TensorSource:
     """Full name -> tensor, in the dtype it is stored in."""
     random_reads: Callable[[str], None]
     """Full name of a tensor whose rows will be read here and there."""
+    device: torch.device
+    """Where tensors are moved; tables are not, they are read row by row."""
     taken: set[str] = field(default_factory=set)
 
 
@@ -45,7 +47,10 @@ class WeightScope:
         return self._full(name) in self._source.specs
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as stored: a view of the mapped file."""
+        """The tensor as stored: on the CPU a view of the mapped file, elsewhere a copy."""
+        return self._take(name).to(self._source.device)
+
+    def _take(self, name: str) -> Tensor:
         full = self._full(name)
         assert full in self._source.specs, f"{full} is not a tensor of this checkpoint"
         assert full not in self._source.taken, f"{full} was already taken"
@@ -78,9 +83,9 @@ class WeightScope:
         codes_name, scale_name = f"{name}.weight", f"{name}.scale"
         self._source.random_reads(self._full(codes_name))
         if not self.has(scale_name):
-            return EngramTable(self.tensor(codes_name), None, self._full(name))
+            return EngramTable(self._take(codes_name), None, self._full(name))
         self._source.random_reads(self._full(scale_name))
-        return EngramTable(self.tensor(codes_name), self.tensor(scale_name), self._full(name))
+        return EngramTable(self._take(codes_name), self._take(scale_name), self._full(name))
 
     def assert_all_taken(self) -> None:
         """Every tensor below the prefix was taken; otherwise an assertion that names what is left."""

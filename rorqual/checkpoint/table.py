@@ -55,12 +55,12 @@ class EngramTable:
         return self._weight.shape[0], self._weight.shape[1]
 
     def rows(self, index: Tensor) -> Tensor:
-        """int64 [...] row ids -> fp32 [..., width].
+        """int64 [...] row ids -> fp32 [..., width], on the ids' device; the table stays where it is, in its file.
 
         CheckpointError when a row that is read has the scale byte 255 (NaN): a table is too large to look through when
         it is opened.
         """
-        flat = index.reshape(-1)
+        flat = index.reshape(-1).to(self._weight.device)
         out = torch.empty(flat.numel(), self.shape[1])
         for start in range(0, flat.numel(), CHUNK_ROWS):
             # Repeated rows of a chunk are read once, and in ascending order: the file is read forwards.
@@ -68,7 +68,7 @@ class EngramTable:
             low, high = int(ids[0]), int(ids[-1])
             assert 0 <= low <= high < self.shape[0], f"{self.name}: row ids {low}..{high} of {self.shape[0]} rows"
             torch.index_select(self._expand(ids), 0, position, out=out[start : start + CHUNK_ROWS])
-        return out.view(*index.shape, self.shape[1])
+        return out.view(*index.shape, self.shape[1]).to(index.device)
 
     def _expand(self, ids: Tensor) -> Tensor:
         """fp32 [n, D] of ascending row ids [n]."""

@@ -52,6 +52,8 @@ class Sampler:
         Raises:
             FormatError: NaN or Inf among the logits; nothing sensible can be sampled.
         """
+        # Draws come from the CPU's generator, whatever device computed the logits.
+        logits_V = logits_V.cpu()
         if not bool(logits_V.isfinite().all()):
             raise FormatError("logits: NaN or Inf; the checkpoint's weights are damaged or overflow")
         if self.params.temperature == 0:

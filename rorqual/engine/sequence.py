@@ -49,9 +49,9 @@ def check_choice(name: str, value: str, legal: Seq[str]) -> str:
 
 
 def new_cache(model: Transformer, tokens: int, slots: int = 1) -> KVCache:
-    """A cache for `slots` sequences of up to `tokens` tokens each."""
+    """A cache for `slots` sequences of up to `tokens` tokens each, on the model's device."""
     pages = -(-tokens // model.layout.page_tokens)
-    return KVCache(model.config, model.layout, pages=pages * slots, slots=slots)
+    return KVCache(model.config, model.layout, pages=pages * slots, slots=slots, device=model.device)
 
 
 class Sequence:
@@ -63,7 +63,8 @@ class Sequence:
     def __init__(self, model: Transformer, cache: KVCache, *, slot: int = 0, block_table: Tensor | None = None) -> None:
         self.model, self.cache, self.slot = model, cache, slot
         pages = cache.pages.pool.shape[0] // len(cache.slots.states)
-        self.block_table = torch.arange(slot * pages, (slot + 1) * pages) if block_table is None else block_table
+        own = torch.arange(slot * pages, (slot + 1) * pages) if block_table is None else block_table
+        self.block_table = own.to(model.device)
         self.length = 0
         self.decoder_floor = 0
         self.window_floor = 0
@@ -83,7 +84,8 @@ class Sequence:
         slots.states[self.slot].reset(start, 0)
         if before is not None and len(before):
             rows = slots.history.shape[1]
-            slots.history[self.slot, torch.arange(start - len(before), start) % rows] = before
+            at = torch.arange(start - len(before), start, device=slots.history.device) % rows
+            slots.history[self.slot, at] = before.to(slots.history.device)
             slots.states[self.slot].history.lo = start - len(before)
         self.length = self.window_floor = start
         self.decoder_floor = 0
@@ -210,7 +212,7 @@ def resume(sequence: Sequence, prompt: Prompt, hit: int, *, mode: str = "bounded
     before = None
     if model.ngram is not None:
         ids, image, _ = prompt.cut(max(0, start - model.ngram.history_size), start)
-        before = model.token_map[ids]
+        before = model.token_map[ids.to(model.device)]
         if image is not None:
-            before = before.masked_fill(image, -1)
+            before = before.masked_fill(image.to(model.device), -1)
     sequence.reset(start, before)

@@ -40,12 +40,12 @@ class DenseWeight:
 
     tensor: Tensor
     addresses: tuple[int, int] | None = field(init=False, repr=False)
-    """Of the values, twice, for kernels; None where these would have to be copied first."""
+    """Of the values, twice, for kernels of the CPU; None where these would have to be copied first."""
 
     def __post_init__(self) -> None:
         _check_dtype("dense weight", self.tensor, _DENSE_DTYPES)
         _check_matrix("dense weight", self.tensor)
-        usable = self.tensor.is_contiguous() and self.tensor.dtype != torch.float16
+        usable = self.tensor.is_contiguous() and self.tensor.dtype != torch.float16 and self.tensor.device.type == "cpu"
         object.__setattr__(self, "addresses", (self.tensor.data_ptr(),) * 2 if usable else None)
 
     @property
@@ -82,7 +82,7 @@ class Fp8Weight:
     codes: Tensor
     scales: Tensor
     addresses: tuple[int, int] | None = field(init=False, repr=False)
-    """Of codes and scales, for kernels; None where these would have to be copied first."""
+    """Of codes and scales, for kernels of the CPU; None where these would have to be copied first."""
 
     def __post_init__(self) -> None:
         _view_as_bytes(self, "codes", "FP8 codes", _FP8_DTYPES)
@@ -130,7 +130,7 @@ class Fp4Weight:
     packed: Tensor
     scales: Tensor
     addresses: tuple[int, int] | None = field(init=False, repr=False)
-    """Of codes and scales, for kernels; None where these would have to be copied first."""
+    """Of codes and scales, for kernels of the CPU; None where these would have to be copied first."""
 
     def __post_init__(self) -> None:
         _view_as_bytes(self, "packed", "FP4 codes", _FP4_DTYPES)
@@ -161,7 +161,7 @@ Weight = DenseWeight | Fp8Weight | Fp4Weight
 
 
 def _addresses(codes: Tensor, scales: Tensor) -> tuple[int, int] | None:
-    if not (codes.is_contiguous() and scales.is_contiguous()):
+    if not (codes.is_contiguous() and scales.is_contiguous() and codes.device.type == "cpu"):
         return None
     return codes.data_ptr(), scales.data_ptr()
 

@@ -99,7 +99,8 @@ class Draft(nn.Module):
         """
         block = self.config.dspark_block_size
         rows = self._block_rows(cache, slots, block)
-        ids = torch.full((len(slots), block), self.config.dspark_noise_token_id, dtype=torch.int64)
+        next_ids_B = next_ids_B.to(embed.device)
+        ids = next_ids_B.new_full((len(slots), block), self.config.dspark_noise_token_id)
         ids[:, 0] = next_ids_B
         inner = Run(ops=run.ops, numerics=run.numerics, kv=DraftKV(self.config, cache, run), tap=run.tap)
         hidden = self.block_hidden(run.numerics.round(embed[ids.flatten()]), rows, inner)
@@ -156,7 +157,7 @@ class Draft(nn.Module):
         for i in range(logits_BgV.shape[1]):
             row, sure = self.finish(prev_B, logits_BgV[:, i], hidden_BgD[:, i], len(prev_B), ops)
             confidence.append(sure)
-            prev_B = choose(row, i)
+            prev_B = choose(row, i).to(row.device)
             ids.append(prev_B)
             logits.append(row)
         return Proposal(
@@ -211,7 +212,7 @@ class DraftKV(WindowOnly):
         keys, base = window
         block = seg.end - seg.start
         # Every query sees what the block's last one does: all of the window and the whole block.
-        last = torch.full((block,), seg.end - 1)
+        last = torch.full((block,), seg.end - 1, device=q_nHC.device)
         reach = self.config.sliding_window + block
         scale = self.config.head_dim**-0.5
         native = self.run.numerics.native

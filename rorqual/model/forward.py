@@ -59,6 +59,7 @@ def forward(
         InputError: ids outside the vocabulary, positions past the model's, two steps of one slot.
     """
     check_steps(model, steps)
+    steps = [step.to(model.device) for step in steps]
     ops = model.backend.ops()
     kv = PagedKV(model.config, cache, ops, model.numerics.native)
     run = Run(ops=ops, numerics=model.numerics, kv=kv, tap=tap or Tap(), stale_decode=stale_decode)
@@ -143,14 +144,15 @@ def ngram_rows(model: Transformer, cache: KVCache, step: SequenceStep, tap: Tap)
     history = cache.slots.history[step.slot]
     span = cache.slots.states[step.slot].history
     compressed = compress_ids(model.token_map, step.tokens_n, step.image_n)
-    past = torch.full((model.ngram.history_size,), BEFORE, dtype=torch.int64)
+    past = history.new_full((model.ngram.history_size,), BEFORE)
     held = min(step.start - span.held_from(history.shape[0]), model.ngram.history_size)
     if held > 0:
-        past[-held:] = history[torch.arange(step.start - held, step.start) % history.shape[0]]
+        past[-held:] = history[torch.arange(step.start - held, step.start, device=history.device) % history.shape[0]]
     found = model.ngram.rows(compressed, past)
     keep = min(compressed.shape[0], history.shape[0])
     if keep:
-        history[torch.arange(step.end - keep, step.end) % history.shape[0]] = compressed[-keep:]
+        at = torch.arange(step.end - keep, step.end, device=history.device) % history.shape[0]
+        history[at] = compressed[-keep:]
     if tap.active:
         found = tap("engram.hash_ids", found, step.start)
         tap("engram_tokens", compressed, step.start)
@@ -266,7 +268,7 @@ def _logits(model: Transformer, hidden_TD: Tensor, wanted: Sequence[slice], rows
     """Logits of each wanted slice. Few wanted rows of a sequence go row by row, whatever stands beside them."""
     counts = [w.stop - w.start for w in wanted]
     order = short_first(counts)
-    index = torch.cat([torch.arange(wanted[i].start, wanted[i].stop) for i in order])
+    index = torch.cat([torch.arange(wanted[i].start, wanted[i].stop, device=hidden_TD.device) for i in order])
     short = sum(count for count in counts if count <= SHORT_SEGMENT)
     normed, logits = model.backbone.logits(hidden_TD[index], short, run)
     if run.tap.active:

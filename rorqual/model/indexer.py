@@ -82,7 +82,8 @@ class Indexer(nn.Module):
         if not self.role.is_candidate_source or carry.candidates_TB is None:
             return
         groups = rows.segments[0].end // self.role.ratio
-        mask = torch.zeros(len(rows), -(-groups // self.block) + 1, dtype=torch.uint8)
+        shape = (len(rows), -(-groups // self.block) + 1)
+        mask = torch.zeros(shape, dtype=torch.uint8, device=rows.positions_T.device)
         mask.scatter_(1, carry.candidates_TB.clamp_min(-1) % mask.shape[1], 1)
         mask = mask[:, :-1].repeat_interleave(self.block, dim=1)[:, :groups]
         given = run.record(name, mask, rows)
@@ -121,8 +122,8 @@ class Query:
 
     def _scan(self, rows: slice, want_blocks: bool) -> tuple[Tensor, Tensor]:
         ix, n = self.indexer, rows.stop - rows.start
-        best = Running(n, ix.topk, self.run)
-        blocks = Running(n, ix.keep_blocks if want_blocks else 0, self.run)
+        best = Running(n, ix.topk, self.run, self.q.device)
+        blocks = Running(n, ix.keep_blocks if want_blocks else 0, self.run, self.q.device)
         end = int(self.visible[rows].max())
         tile = max(1, GROUP_TILE // ix.block) * ix.block if want_blocks else GROUP_TILE
         for g in range(0, end, tile):
@@ -140,7 +141,7 @@ class Query:
         best = scores.view(scores.shape[0], -1, block).amax(-1)
         newest = torch.div(visible_n - 1, block, rounding_mode="floor") - first // block
         pinned = (visible_n > 0) & (newest >= 0) & (newest < best.shape[1])
-        columns = torch.arange(best.shape[1])
+        columns = torch.arange(best.shape[1], device=best.device)
         return best.masked_fill(pinned[:, None] & (columns == newest[:, None]), float("inf"))
 
     def from_pool(self, blocks_nB: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Query:
 
     def _pool_tile(self, rows: slice, blocks_nB: Tensor) -> Tensor:
         ix = self.indexer
-        at = blocks_nB[..., None] * ix.block + torch.arange(ix.block)
+        at = blocks_nB[..., None] * ix.block + torch.arange(ix.block, device=blocks_nB.device)
         at = at.masked_fill((blocks_nB[..., None] < 0) | (at >= self.visible[rows][:, None, None]), -1).flatten(1)
         kv = self.run.kv
         scores = kv.index_scores_at(self.source, self.seg, self.q[rows], self.w[rows], at)
@@ -166,14 +167,15 @@ class Query:
             return
         groups = self.seg.end // role.ratio
         rows = self.q.shape[0]
-        scores = self._scores(slice(0, rows), (0, groups)) if groups else torch.zeros(rows, 0)
+        scores = self._scores(slice(0, rows), (0, groups)) if groups else self.q.new_zeros(rows, 0)
         if role.is_candidate_source and groups:
             best = self._block_scores(scores, 0, self.visible)
             tap(wanted[2], margin(best, self.indexer.keep_blocks), self.seg.start)
         elif role.is_candidate_source:
-            tap(wanted[2], torch.full((self.q.shape[0],), float("inf")), self.seg.start)
+            tap(wanted[2], scores.new_full((self.q.shape[0],), float("inf")), self.seg.start)
         if blocks_nB is not None and groups:
-            inside = (torch.arange(groups)[None, None] // self.indexer.block == blocks_nB[..., None]).any(1)
+            block = torch.arange(groups, device=scores.device) // self.indexer.block
+            inside = (block == blocks_nB[..., None]).any(1)
             scores = scores.masked_fill(~inside, float("-inf"))
         tap(wanted[0], self.run.numerics.round(scores), self.seg.start)
         tap(wanted[1], margin(scores, self.indexer.topk), self.seg.start)
@@ -183,14 +185,15 @@ class Running:
     """The k best of a growing row of scores, ties to the lowest index. Candidates stay in index order, so the tie rule
     of `topk_lowest` on (kept | new) is the tie rule on the whole row."""
 
-    def __init__(self, rows: int, k: int, run: Run) -> None:
+    def __init__(self, rows: int, k: int, run: Run, device: torch.device | None = None) -> None:
         self.k = k
         self.run = run
-        self.value = torch.full((rows, 0), float("-inf"))
-        self.at = torch.full((rows, 0), -1, dtype=torch.int64)
+        self.value = torch.full((rows, 0), float("-inf"), device=device)
+        self.at = torch.full((rows, 0), -1, dtype=torch.int64, device=device)
 
     def add(self, scores_nG: Tensor, first: int) -> None:
-        columns = torch.arange(first, first + scores_nG.shape[1]).expand(scores_nG.shape[0], -1)
+        columns = torch.arange(first, first + scores_nG.shape[1], device=scores_nG.device)
+        columns = columns.expand(scores_nG.shape[0], -1)
         value, at = torch.cat((self.value, scores_nG), 1), torch.cat((self.at, columns), 1)
         chosen = self.run.ops.topk_lowest(value, min(self.k, value.shape[1]))
         absent = chosen < 0
@@ -204,6 +207,6 @@ class Running:
 def margin(scores_nG: Tensor, k: int) -> Tensor:
     """k-th minus (k+1)-th score of each row; inf where at most k are finite: nothing was close."""
     if scores_nG.shape[1] <= k:
-        return torch.full((scores_nG.shape[0],), float("inf"))
+        return scores_nG.new_full((scores_nG.shape[0],), float("inf"))
     top = scores_nG.float().topk(k + 1, dim=1).values
     return torch.where(top[:, k] == float("-inf"), float("inf"), top[:, k - 1] - top[:, k])

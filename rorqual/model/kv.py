@@ -102,11 +102,11 @@ class PagedKV:
         ratio = self.config.roles[source].ratio
         state = self.cache.slots.states[seg.slot].tail
         first = max(seg.start // ratio * ratio, state.held_from(tail.shape[0]))
-        index = torch.arange(first, seg.start) % tail.shape[0]
+        index = torch.arange(first, seg.start, device=tail.device) % tail.shape[0]
         held = tail[index]
         kv, score = torch.cat((held[:, 0], kv_nC)), torch.cat((held[:, 1], score_nC))
         keep = min(kv_nC.shape[0], tail.shape[0])
-        index = torch.arange(seg.end - keep, seg.end) % tail.shape[0]
+        index = torch.arange(seg.end - keep, seg.end, device=tail.device) % tail.shape[0]
         tail[index, 0], tail[index, 1] = kv_nC[kv_nC.shape[0] - keep :], score_nC[score_nC.shape[0] - keep :]
         return kv, score, first
 
@@ -154,7 +154,7 @@ class PagedKV:
         keys, base = window
         return self.ops.sparse_attention(
             q_nHC.float(),
-            torch.arange(seg.start, seg.end),
+            torch.arange(seg.start, seg.end, device=q_nHC.device),
             keys,
             base,
             max(seg.window_floor, base),

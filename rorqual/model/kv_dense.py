@@ -90,7 +90,7 @@ class DenseKV:
         q = self._fake(q_nID, self.config.cache.index_key).float()
         keys = self._keys[source, seg.slot][groups[0] : groups[1]]
         scores = scores_from_values(q, w_nI.float(), keys, self.native, self.block_dtype)
-        hidden = torch.arange(groups[0], groups[1])[None] >= visible_n[:, None]
+        hidden = torch.arange(groups[0], groups[1], device=q.device)[None] >= visible_n[:, None]
         return scores.masked_fill(hidden, float("-inf"))
 
     def index_scores_at(self, source: int, seg: Segment, q_nID: Tensor, w_nI: Tensor, index_nK: Tensor) -> Tensor:
@@ -114,12 +114,12 @@ class DenseKV:
         sink_H: Tensor,
     ) -> Tensor:
         keys, base = window
-        reach = torch.arange(1 - self.config.sliding_window, 1)
+        reach = torch.arange(1 - self.config.sliding_window, 1, device=keys.device)
         floor = max(seg.window_floor, base)
         out = []
         for tile in range(seg.start, seg.end, ROW_TILE):
             rows = slice(tile - seg.start, min(tile + ROW_TILE, seg.end) - seg.start)
-            at = torch.arange(tile, min(tile + ROW_TILE, seg.end))[:, None] + reach
+            at = torch.arange(tile, min(tile + ROW_TILE, seg.end), device=keys.device)[:, None] + reach
             valid = at >= floor
             gathered = keys[(at - base).clamp_min(0)] * valid[..., None]
             if source is not None and topk_nK is not None:
@@ -128,7 +128,7 @@ class DenseKV:
                 picked = (
                     main[chosen.clamp_min(0)] * (chosen >= 0)[..., None]
                     if main is not None and main.shape[0]
-                    else torch.zeros(*chosen.shape, keys.shape[1])
+                    else keys.new_zeros(*chosen.shape, keys.shape[1])
                 )
                 gathered, valid = torch.cat((gathered, picked), 1), torch.cat((valid, chosen >= 0), 1)
             out.append(attention_over(q_nHC[rows].float(), gathered, valid, sink_H, self.scale, self.native))

@@ -35,9 +35,10 @@ def load(
         path: folder with config.json (or inference_config.json), model.safetensors or shards with an index, and
             tokenizer.json where text or Engram is used; None is the model that ships with the package.
         numerics: "fp32" (activations fp32) or "native" (bf16 activations, FP8 GEMM inputs).
-        device: "cpu".
+        device: "cpu", or "cuda" (the current device): weights are copied to it, Engram tables stay in their file.
         page_tokens: tokens a page; a multiple of every ratio and of the candidate span.
-        kernels: "fast", "plain" (the torch twins), or "auto" (twins until the kernels are compiled).
+        kernels: "fast", "plain" (the torch twins), or "auto" (twins until the kernels are compiled). On CUDA the
+            kernels are Triton's, and "auto" takes the twins where it is not installed.
         config: read the same weights as this model instead of the folder's own: other cache formats, or no candidate
             pool (`ModelConfig.from_json(folder).without("candidates")`). Its tensors must be the folder's.
 
@@ -47,20 +48,30 @@ def load(
     folder = shipped_model() if path is None else Path(path)
     if not folder.is_dir():
         raise InputError(f"model: {folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
-    if device != "cpu":
-        raise InputError(f"device: {device!r} is not supported by this version; legal: cpu")
+    place = chosen_device(device)
     mode = Numerics(name=numerics)
-    backend = Backend(kernels)
+    backend = Backend(kernels, place)
     config = config or ModelConfig.from_json(folder)
     file = folder / "tokenizer.json"
     tokenizer = read_tokenizer(file) if file.exists() else None
-    token_map = engram_token_map(config, tokenizer, folder)
-    checkpoint = Checkpoint.open(folder, config)
-    scope = checkpoint.scope()
-    model = Transformer(config, scope, mode, backend, token_map, page_tokens)
+    token_map = engram_token_map(config, tokenizer, folder).to(place)
+    checkpoint = Checkpoint.open(folder, config, place)
+    with place:  # what a module computes when it is made, frequencies, is made there
+        model = Transformer(config, checkpoint.scope(), mode, backend, token_map, page_tokens)
     checkpoint.assert_all_taken()
     model.tokenizer = tokenizer
     return model.eval().requires_grad_(False)
+
+
+def chosen_device(name: str) -> torch.device:
+    """cpu or cuda. Raises InputError for another name, and where there is no such device."""
+    if name == "cpu":
+        return torch.device(name)
+    if name != "cuda":
+        raise InputError(f"device: {name!r} is not supported by this version; legal: cpu, cuda")
+    if not torch.cuda.is_available():
+        raise InputError("device: 'cuda' was asked for and there is none; legal here: cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def engram_token_map(config: ModelConfig, tokenizer: Tokenizer | None, folder: Path) -> torch.Tensor:

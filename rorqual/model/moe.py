@@ -105,7 +105,7 @@ class MoE(nn.Module):
         if run.tap.wants(f"{name}.moe_margin"):
             last = self.per_token
             gap = order.values[:, last - 1] - order.values[:, last] if last < self.experts else None
-            run.record(f"{name}.moe_margin", torch.full((len(rows),), torch.inf) if gap is None else gap, rows)
+            run.record(f"{name}.moe_margin", scores.new_full((len(rows),), torch.inf) if gap is None else gap, rows)
         if run.hooks is not None:
             run.hooks.routed(name, scores, index, rows)
         weight = scores.gather(1, index)

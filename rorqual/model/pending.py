@@ -90,9 +90,10 @@ def cat_optional(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 def cat_masks(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
     """Concatenation of masks, an absent one being all False over its rows."""
-    if all(mask is None for mask, _ in parts):
+    device = next((mask.device for mask, _ in parts if mask is not None), None)
+    if device is None:
         return None
-    return torch.cat([torch.zeros(n, dtype=torch.bool) if mask is None else mask for mask, n in parts])
+    return torch.cat([torch.zeros(n, dtype=torch.bool, device=device) if mask is None else mask for mask, n in parts])
 
 
 def decoder_rows(

@@ -114,7 +114,7 @@ def build_rows(
     engram_TLE: Tensor | None = None,
 ) -> Rows:
     """Rows of the given segments, which are in row order, short ones first."""
-    positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
+    positions = torch.cat([torch.arange(s.start, s.end, device=freqs[0].device) for s in segments])
     short_rows = short_row_count([s.end - s.start for s in segments])
     return Rows(
         segments=tuple(segments),

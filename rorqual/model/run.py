@@ -75,5 +75,5 @@ def padded(index: Tensor, width: int) -> Tensor:
     """index [T, k] with -1 columns appended up to `width`."""
     if index.shape[1] == width:
         return index
-    fill = torch.full((index.shape[0], width - index.shape[1]), -1, dtype=index.dtype)
+    fill = index.new_full((index.shape[0], width - index.shape[1]), -1)
     return torch.cat((index, fill), dim=1)

@@ -5,8 +5,9 @@ Cold, chunked, resumed, replayed and decode steps are one code path; what differ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -40,6 +41,12 @@ class SequenceStep:
     @property
     def end(self) -> int:
         return self.start + int(self.tokens_n.shape[0])
+
+    def to(self, device: torch.device) -> SequenceStep:
+        """The step with its tensors on a device; itself where they are."""
+        held = {name: getattr(self, name) for name in ("tokens_n", "block_table", "image_n", "image_embeds")}
+        moved = {name: x.to(device) for name, x in held.items() if x is not None and x.device != device}
+        return replace(self, **moved) if moved else self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

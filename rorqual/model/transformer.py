@@ -54,6 +54,11 @@ class Transformer(nn.Module):
             VisionTower(config.vision, config.hidden_size, scope, numerics.act_dtype) if config.vision else None
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where weights and activations are; caches must be too."""
+        return self.backbone.embed.device
+
 
 def ngram_hash(config: ModelConfig, token_map: torch.Tensor) -> NgramHash | None:
     """The hash constants of the config's Engram layers, or None without Engram.

@@ -1,10 +1,14 @@
 """Which function serves an op: the plain torch twins, or the kernels.
 
     ops = Backend("auto").ops()        # once a forward: twins and kernels never mix within one
+
+On a CPU the kernels are Numba's (`fast_ops`). On a CUDA device they are Triton's where Triton is installed
+(`triton_ops`): the ops that read the packed cache, plain torch for everything else.
     out = ops.sparse_attention(...)
 
 To add an op: write `reference/<family>.py` and its twin `fast/<family>.py` of the same signature, add a field to `Ops`,
-name both functions in `reference_ops` and `fast_ops`, and the twin's kernels in `_steps`.
+name both functions in `reference_ops` and `fast_ops`, and the twin's kernels in `_steps`. A Triton twin goes to
+`triton/<family>.py` and is named in `triton_ops`.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -158,6 +163,33 @@ def _regions(path: Path) -> Regions | None:
     )
 
 
+def triton_ops() -> Ops:
+    """The plain ops with Triton's in the place of those that read the packed cache.
+
+    They take tensors of a CUDA device, or of any where Triton interprets (TRITON_INTERPRET=1 before it is imported);
+    each compiles at its first call.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    if not has_triton():
+        raise ConfigError("triton is not installed; on Linux: pip install 'rorqual[triton]'")
+    from rorqual.ops.triton import attention, index_scores
+
+    return replace(
+        reference_ops(),
+        name="triton",
+        index_scores=index_scores.index_scores,
+        index_scores_at=index_scores.index_scores_at,
+        sparse_attention=attention.sparse_attention,
+    )
+
+
+def has_triton() -> bool:
+    """Whether the extra is installed; nothing is imported."""
+    return find_spec("triton") is not None
+
+
 def _steps() -> list[Callable[[], None]]:
     """What makes everything that `fast_ops()` runs start at once, step by step."""
     from rorqual.ops import cpu
@@ -199,17 +231,22 @@ class Backend:
         mode: "plain" for the twins; "fast" for the kernels, compiled as they are needed; "auto" for the kernels as soon
             as all of them are compiled, and the twins until then. Kernels that the disk cache holds are loaded before
             the first forward; when one has to be compiled, a thread compiles and the forward goes on.
+        device: where the forward runs. On another than the CPU "fast" is `triton_ops`, and "auto" is that or, where
+            Triton is not installed, the twins; there is nothing to compile ahead.
 
     Raises:
-        ConfigError: an unknown mode.
+        ConfigError: an unknown mode, or "fast" on a device without kernels.
     """
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str = "auto", device: torch.device | str = "cpu") -> None:
         if mode not in get_args(Mode):
             raise ConfigError(f"kernels is '{mode}', must be one of {', '.join(get_args(Mode))}")
         self.mode = mode
         self._plain = reference_ops()
         self._fast: Ops | None = None
+        self._compiles = torch.device(device).type == "cpu"
+        if not self._compiles and (mode == "fast" or (mode == "auto" and has_triton())):
+            self._fast = triton_ops()
         self._starting = threading.Lock()
         self._compiler: threading.Thread | None = None
         # Set when the thread is done, or knows that it will take its time.
@@ -217,8 +254,8 @@ class Backend:
 
     def ops(self) -> Ops:
         """The ops of one forward."""
-        if self.mode == "plain":
-            return self._plain
+        if self.mode == "plain" or not self._compiles:
+            return self._fast or self._plain
         if self._fast is None and self.mode == "fast":
             self._fast = fast_ops()
         if self._fast is None:
@@ -228,7 +265,7 @@ class Backend:
 
     def warm(self, progress: Progress | None = None) -> None:
         """Compile everything, or load it from the disk cache, and return when it is done."""
-        if self.mode == "plain":
+        if self.mode == "plain" or not self._compiles:
             return
         steps = _steps()
         for done, step in enumerate(steps):

@@ -67,7 +67,7 @@ def sparse_attention(
 
 def _window_slots(positions_T: Tensor, window_LC: Tensor, base: int, floor: int, window: int) -> tuple[Tensor, Tensor]:
     """Keys [T, W, C], zeros where absent, and which are present [T, W]."""
-    at = positions_T[:, None] + torch.arange(1 - window, 1)
+    at = positions_T[:, None] + torch.arange(1 - window, 1, device=positions_T.device)
     held = window_LC.shape[0]
     valid = (at >= max(floor, base)) & (at < base + held)
     if not held:

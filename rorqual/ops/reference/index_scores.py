@@ -67,7 +67,7 @@ def index_scores(
         part = slice(first, first + row_tile)
         group_tile = max(BLOCK, TILE_DOTS // (heads * len(q_RHD[part])))
         for start in range(group0, end, group_tile):
-            groups = torch.arange(start, min(start + group_tile, end))
+            groups = torch.arange(start, min(start + group_tile, end), device=out.device)
             k_GD = gather_rows(region, block_table, groups)
             scores = scores_from_values(q_RHD[part], w_RH[part], k_GD, native, dot_dtype(region.fmt))
             hidden = groups >= visible_R[part, None]

@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA devices; an optional extra (`triton`), imported by nothing but `dispatch.triton_ops`."""
