@@ -224,8 +224,9 @@ def residuals(scores: PositionLosses, late: PositionLosses | None = None) -> Flo
         count = max(int(scores.tokens.max()), int(late.tokens.max())) + 1
         tokens, losses = late.tokens[:, late.length // 2 :].ravel(), late.losses[:, late.length // 2 :].ravel()
         total, seen = np.bincount(tokens, losses, minlength=count), np.bincount(tokens, minlength=count)
-        mean = np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
-        return np.asarray(scores.losses - mean[scores.tokens])
+        mean: Floats = np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
+        found: Floats = scores.losses - mean[scores.tokens]
+        return found
     half = scores.length // 2
     late = np.zeros_like(scores.losses, dtype=bool)
     late[:, half:] = True
