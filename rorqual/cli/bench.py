@@ -1,4 +1,4 @@
-"""`rorqual bench`: measure kernels, a model, or its memory, against plain twins and bars, on this machine."""
+"""`rorqual bench`: measure kernels, a model, its memory, or a long context, against twins and bars, on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from rorqual.errors import InputError
 if TYPE_CHECKING:
     from rorqual.bench.report import JsonRow
 
-KINDS = ("kernels", "model", "memory")
+KINDS = ("kernels", "model", "memory", "context")
+PARTS = ("decode", "memory", "prefill")
+"""Of `context`: as `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
 TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "bar")
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model or memory.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory or context.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
@@ -32,15 +34,19 @@ def command(
     random: Annotated[
         str | None, typer.Option(metavar="PRESET", help="A random checkpoint of this preset instead.")
     ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(metavar="PART", help="Of context: decode, memory or prefill; else all of them.")
+    ] = None,
 ) -> None:
-    """Measure on this machine: kernels and a model against their plain twins, or the memory a model keeps."""
-    check(what, repeats, model, random)
+    """Measure on this machine: kernels and a model against plain twins, a model's memory, what a long context costs."""
+    parts = tuple(part or ())
+    check(what, repeats, model, random, parts)
 
     from rorqual.bench.report import check_out, write_document
 
     if out is not None:
         check_out(out)
-    document = measure(what, repeats, quick, model, random)
+    document = measure(what, repeats, quick, model, random, parts)
     if out is not None:
         write_document(document, out)
     if as_json:
@@ -49,25 +55,45 @@ def command(
         show(document)
 
 
-def check(what: str, repeats: int | None, model: Path | None, random: str | None) -> None:
+def check(what: str, repeats: int | None, model: Path | None, random: str | None, parts: Sequence[str] = ()) -> None:
     """Refuse what cannot be measured, before anything heavy is imported."""
     if what not in KINDS:
         raise InputError(f"what: '{what}' cannot be measured; legal: {', '.join(KINDS)}")
     if repeats is not None and repeats < 1:
         raise InputError(f"repeats: {repeats} is not legal; legal: at least 1")
-    if what == "kernels":
+    check_parts(what, parts)
+    if what in ("kernels", "context"):
+        whose = "kernels are measured without a checkpoint" if what == "kernels" else "context takes presets of its own"
         for name, value in (("model", model), ("random", random)):
             if value is not None:
-                raise InputError(f"{name}: kernels are measured without a checkpoint; legal: with model and memory")
+                raise InputError(f"{name}: {whose}; legal: with model and memory")
     elif model is None and random is None:
         shipped_model()
     if model is not None and random is not None:
         raise InputError("random: a model is given too; legal: one of them")
 
 
-def spelled(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None = None) -> str:
+def check_parts(what: str, parts: Sequence[str]) -> None:
+    """Only `context` has parts."""
+    if parts and what != "context":
+        raise InputError(f"part: {what} has no parts; legal: with context")
+    for name in parts:
+        if name not in PARTS:
+            raise InputError(f"part: '{name}' is none of context's; legal: {', '.join(PARTS)}")
+
+
+def spelled(
+    what: str,
+    repeats: int | None,
+    quick: bool,
+    model: Path | None,
+    random: str | None = None,
+    parts: Sequence[str] = (),
+) -> str:
     """The command line that measures the same, without paths of this machine."""
     words = ["rorqual", "bench", what]
+    for name in parts:
+        words += ["--part", name]
     words += ["--repeats", str(repeats)] if repeats is not None else []
     words += ["--quick"] if quick else []
     words += ["--model", model.name] if model is not None else []
@@ -75,17 +101,22 @@ def spelled(what: str, repeats: int | None, quick: bool, model: Path | None, ran
     return shlex.join(words)
 
 
-def measure(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None) -> JsonRow:
+def measure(
+    what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None, parts: Sequence[str] = ()
+) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
-    from rorqual.bench import kernels, memory
+    from rorqual.bench import context, kernels, memory
     from rorqual.bench import model as models
     from rorqual.bench.report import Report
 
-    report = Report(what, spelled(what, repeats, quick, model, random), quick)
+    report = Report(what, spelled(what, repeats, quick, model, random, parts), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
             found = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
             return report.document(found, kernels.NOTES)
+        if what == "context":
+            costs = context.run_context(parts=parts or PARTS, repeats=repeats, quick=quick, progress=progress)
+            return report.document(costs, context.NOTES)
         if what == "model":
             times = models.run_model(
                 model=model, random=random, repeats=repeats or models.REPEATS, quick=quick, progress=progress
@@ -100,15 +131,14 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None, ran
 def show(document: Mapping[str, Any]) -> None:
     """The document as tables."""
     rows = document["rows"]
-    if document["what"] == "memory":
-        for row in rows:
-            facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
-            print_facts(f"{row['name']}: {row['shape']}", facts | {"decode_s": row["decode_s"]["median"]})
-            if row.get("bar"):
-                print(f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}\n")
-    else:
-        print_table(TIME_COLUMNS, [_cells(row) for row in rows], title=document["command"])
+    if times := [row for row in rows if "ratio" in row]:
+        print_table(TIME_COLUMNS, [_cells(row) for row in times], title=document["command"])
         print()
+    for row in rows:
+        if "ratio" not in row:
+            _show_sizes(row)
+        elif "composition" in row:
+            _show_composition(row)
     machine, roofline = document["machine"], document["roofline"]
     print_facts("machine", {key: _text(value) for key, value in machine.items()})
     print_facts("roofline", roofline)
@@ -116,9 +146,33 @@ def show(document: Mapping[str, Any]) -> None:
         print(note)
 
 
+def _show_sizes(row: Mapping[str, Any]) -> None:
+    """A row of sizes as facts, and its bar: of growth where two prompts are compared, else of bytes."""
+    facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
+    if "decode_s" in row:
+        facts["decode_s"] = row["decode_s"]["median"]
+    print_facts(f"{row['name']}: {row['shape']}", facts)
+    if not row.get("bar"):
+        return
+    if "workspace_growth" in row:
+        print(f"growth: {_bar(row, format(row['workspace_growth'], '.3g'))}\n")
+    elif "workspace_bytes" in row:
+        print(f"workspace: {_bar(row, bytes_text(row['workspace_bytes']))}\n")
+    else:
+        print(f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}\n")
+
+
+def _show_composition(row: Mapping[str, Any]) -> None:
+    """What a composed step is made of, and where its time goes: `long: index_scores 57 ms, ...`."""
+    print(f"{row['name']} {row['path']}: {row['composition']}")
+    for name, parts in row["ops"].items():
+        print(f"  {name}: " + ", ".join(f"{op} {seconds * 1e3:.3g} ms" for op, seconds in parts.items()))
+    print()
+
+
 def _cells(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     contestants = [key for key in row if key.endswith("_s")]
-    if contestants == ["ced_s", "full_s"]:
+    if contestants in (["ced_s", "full_s"], ["long_s", "short_s"]):
         contestants.reverse()
     baseline, measured = (_time(key, row[key]) for key in contestants)
     variant = " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
