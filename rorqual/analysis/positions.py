@@ -228,12 +228,12 @@ def residuals(scores: PositionLosses, late: PositionLosses | None = None) -> Flo
         found: Floats = scores.losses - mean[scores.tokens]
         return found
     half = scores.length // 2
-    late = np.zeros_like(scores.losses, dtype=bool)
-    late[:, half:] = True
+    in_half = np.zeros_like(scores.losses, dtype=bool)
+    in_half[:, half:] = True
     count = int(scores.tokens.max()) + 1
-    total = np.bincount(scores.tokens[late], scores.losses[late], minlength=count)[scores.tokens]
-    seen = np.bincount(scores.tokens[late], minlength=count)[scores.tokens]
-    total, seen = total - np.where(late, scores.losses, 0), seen - late
+    total = np.bincount(scores.tokens[in_half], scores.losses[in_half], minlength=count)[scores.tokens]
+    seen = np.bincount(scores.tokens[in_half], minlength=count)[scores.tokens]
+    total, seen = total - np.where(in_half, scores.losses, 0), seen - in_half
     return np.where(seen > 0, scores.losses - total / np.maximum(seen, 1), np.nan)
 
 

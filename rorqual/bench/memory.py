@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from rorqual.bench.checkpoints import checkpoint, stored_bytes
+from rorqual.bench.fresh import fresh_process
 from rorqual.bench.report import Bar, JsonRow
 from rorqual.config import ModelConfig
-from rorqual.errors import InputError
 from rorqual.inventory.names import expected_tensors
 from rorqual.inventory.parameters import parameter_count
 from rorqual.model.numerics import MODES
@@ -76,17 +72,7 @@ def run_memory(
 
 def fresh_run(folder: Path, numerics: str, lengths: Lengths) -> JsonRow:
     """One run of `resident` in a process of its own. Raises InputError with its one line of complaint."""
-    numbers = (str(lengths.prompt), str(lengths.decoded), str(lengths.chunk))
-    command = [sys.executable, "-m", "rorqual.bench.resident", str(folder), numerics, *numbers]
-    # The same package as here, installed or not.
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
-    if done.returncode == 2:
-        raise InputError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(f"the fresh process ended with {done.returncode}: {done.stderr}")
-    result: JsonRow = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return fresh_process("rorqual.bench.resident", folder, numerics, lengths.prompt, lengths.decoded, lengths.chunk)
 
 
 def _row(

@@ -1,4 +1,4 @@
-"""`rorqual bench`: measure kernels, a model, its memory, or the planner, against twins and bars, on this machine."""
+"""`rorqual bench`: kernels, a model, its memory, a long context, the planner, against twins and bars."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from rorqual.errors import InputError
 if TYPE_CHECKING:
     from rorqual.bench.report import JsonRow
 
-KINDS = ("kernels", "model", "memory", "plan")
-WITHOUT_MODEL = {"kernels": "kernels are", "plan": "the planner is"}
+KINDS = ("kernels", "model", "memory", "context", "plan")
+WITHOUT_MODEL = {
+    "kernels": "kernels are measured without a checkpoint",
+    "context": "context takes presets of its own",
+    "plan": "the planner is measured without a checkpoint",
+}
 MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s")
+PARTS = ("decode", "memory", "prefill")
+"""Of `context`: as `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
 TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "bar")
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory or plan.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context or plan.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
@@ -34,15 +40,19 @@ def command(
     random: Annotated[
         str | None, typer.Option(metavar="PRESET", help="A random checkpoint of this preset instead.")
     ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(metavar="PART", help="Of context: decode, memory or prefill; else all of them.")
+    ] = None,
 ) -> None:
-    """Measure on this machine: kernels and a model against their plain twins, a model's memory, the planner's times."""
-    check(what, repeats, model, random)
+    """Measure on this machine: kernels and a model against plain twins, memory, a long context, the planner's times."""
+    parts = tuple(part or ())
+    check(what, repeats, model, random, parts)
 
     from rorqual.bench.report import check_out, write_document
 
     if out is not None:
         check_out(out)
-    document = measure(what, repeats, quick, model, random)
+    document = measure(what, repeats, quick, model, random, parts)
     if out is not None:
         write_document(document, out)
     if as_json:
@@ -51,27 +61,44 @@ def command(
         show(document)
 
 
-def check(what: str, repeats: int | None, model: Path | None, random: str | None) -> None:
+def check(what: str, repeats: int | None, model: Path | None, random: str | None, parts: Sequence[str] = ()) -> None:
     """Refuse what cannot be measured, before anything heavy is imported."""
     if what not in KINDS:
         raise InputError(f"what: '{what}' cannot be measured; legal: {', '.join(KINDS)}")
     if repeats is not None and repeats < 1:
         raise InputError(f"repeats: {repeats} is not legal; legal: at least 1")
+    check_parts(what, parts)
     if what in WITHOUT_MODEL:
         for name, value in (("model", model), ("random", random)):
             if value is not None:
-                raise InputError(
-                    f"{name}: {WITHOUT_MODEL[what]} measured without a checkpoint; legal: with model and memory"
-                )
+                raise InputError(f"{name}: {WITHOUT_MODEL[what]}; legal: with model and memory")
     elif model is None and random is None:
         shipped_model()
     if model is not None and random is not None:
         raise InputError("random: a model is given too; legal: one of them")
 
 
-def spelled(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None = None) -> str:
+def check_parts(what: str, parts: Sequence[str]) -> None:
+    """Only `context` has parts."""
+    if parts and what != "context":
+        raise InputError(f"part: {what} has no parts; legal: with context")
+    for name in parts:
+        if name not in PARTS:
+            raise InputError(f"part: '{name}' is none of context's; legal: {', '.join(PARTS)}")
+
+
+def spelled(
+    what: str,
+    repeats: int | None,
+    quick: bool,
+    model: Path | None,
+    random: str | None = None,
+    parts: Sequence[str] = (),
+) -> str:
     """The command line that measures the same, without paths of this machine."""
     words = ["rorqual", "bench", what]
+    for name in parts:
+        words += ["--part", name]
     words += ["--repeats", str(repeats)] if repeats is not None else []
     words += ["--quick"] if quick else []
     words += ["--model", model.name] if model is not None else []
@@ -79,13 +106,15 @@ def spelled(what: str, repeats: int | None, quick: bool, model: Path | None, ran
     return shlex.join(words)
 
 
-def measure(what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None) -> JsonRow:
+def measure(
+    what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None, parts: Sequence[str] = ()
+) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
-    from rorqual.bench import kernels, memory, plan
+    from rorqual.bench import context, kernels, memory, plan
     from rorqual.bench import model as models
     from rorqual.bench.report import Report
 
-    report = Report(what, spelled(what, repeats, quick, model, random), quick)
+    report = Report(what, spelled(what, repeats, quick, model, random, parts), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
             found = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
@@ -93,6 +122,9 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None, ran
         if what == "plan":
             taken = plan.run_plan(repeats=repeats or plan.REPEATS, quick=quick, progress=progress)
             return report.document(taken, plan.NOTES)
+        if what == "context":
+            costs = context.run_context(parts=parts or PARTS, repeats=repeats, quick=quick, progress=progress)
+            return report.document(costs, context.NOTES)
         if what == "model":
             times = models.run_model(
                 model=model, random=random, repeats=repeats or models.REPEATS, quick=quick, progress=progress
@@ -107,16 +139,14 @@ def measure(what: str, repeats: int | None, quick: bool, model: Path | None, ran
 def show(document: Mapping[str, Any]) -> None:
     """The document as tables."""
     rows = document["rows"]
-    if document["what"] in ("memory", "plan"):
-        for row in rows:
-            facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
-            facts |= {key: value["median"] for key, value in row.items() if key in MEDIANS and value}
-            print_facts(f"{row['name']}: {row['shape']}", facts)
-            if row.get("bar"):
-                print(f"{_judged(row)}\n")
-    else:
-        print_table(TIME_COLUMNS, [_cells(row) for row in rows], title=document["command"])
+    if times := [row for row in rows if "ratio" in row]:
+        print_table(TIME_COLUMNS, [_cells(row) for row in times], title=document["command"])
         print()
+    for row in rows:
+        if "ratio" not in row:
+            _show_sizes(row)
+        elif "composition" in row:
+            _show_composition(row)
     machine, roofline = document["machine"], document["roofline"]
     print_facts("machine", {key: _text(value) for key, value in machine.items()})
     print_facts("roofline", roofline)
@@ -124,9 +154,38 @@ def show(document: Mapping[str, Any]) -> None:
         print(note)
 
 
+def _show_sizes(row: Mapping[str, Any]) -> None:
+    """A row without contestants as facts, and its bar."""
+    facts: Facts = {key: value for key, value in row.items() if isinstance(value, int | float | str)}
+    facts |= {key: value["median"] for key, value in row.items() if key in MEDIANS and value}
+    print_facts(f"{row['name']}: {row['shape']}", facts)
+    if row.get("bar"):
+        print(f"{_judged(row)}\n")
+
+
+def _judged(row: Mapping[str, Any]) -> str:
+    """What it is judged by: growth where two prompts are compared, its time if it has a bar for it, else bytes."""
+    if "workspace_growth" in row:
+        return f"growth: {_bar(row, format(row['workspace_growth'], '.3g'))}"
+    for key in ("start_s", "replay_s"):
+        if key in row and row["name"] != "memory":
+            median = f"{row[key]['median']:.3g} s"
+            return f"{key.removesuffix('_s')}: {_bar(row, median)}"
+    name = "workspace" if "workspace_bytes" in row else "peak"
+    return f"{name}: {_bar(row, bytes_text(row['workspace_bytes' if name == 'workspace' else 'peak_rss_bytes']))}"
+
+
+def _show_composition(row: Mapping[str, Any]) -> None:
+    """What a composed step is made of, and where its time goes: `long: index_scores 57 ms, ...`."""
+    print(f"{row['name']} {row['path']}: {row['composition']}")
+    for name, parts in row["ops"].items():
+        print(f"  {name}: " + ", ".join(f"{op} {seconds * 1e3:.3g} ms" for op, seconds in parts.items()))
+    print()
+
+
 def _cells(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     contestants = [key for key in row if key.endswith("_s")]
-    if contestants == ["ced_s", "full_s"]:
+    if contestants in (["ced_s", "full_s"], ["long_s", "short_s"]):
         contestants.reverse()
     baseline, measured = (_time(key, row[key]) for key in contestants)
     variant = " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
@@ -144,15 +203,6 @@ def _time(name: str, sample: Mapping[str, float] | None) -> str:
     unit, factor = ("ms", 1e3) if sample["median"] >= 1e-3 else ("us", 1e6)
     numbers = [f"{sample[key] * factor:.4g}" for key in ("median", "min", "max")]
     return f"{name.removesuffix('_s')} {numbers[0]} {unit} ({numbers[1]} - {numbers[2]})"
-
-
-def _judged(row: Mapping[str, Any]) -> str:
-    """What a row without contestants is judged by: its time if it has a bar for it, else its peak."""
-    for key in ("start_s", "replay_s"):
-        if key in row and row["name"] != "memory":
-            median = f"{row[key]['median']:.3g} s"
-            return f"{key.removesuffix('_s')}: {_bar(row, median)}"
-    return f"peak: {_bar(row, bytes_text(row['peak_rss_bytes']))}"
 
 
 def _bar(row: Mapping[str, Any], value: str) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from rorqual.cache.filler import fill_pages, fill_slot
 from rorqual.cache.kv_cache import KVCache
 from rorqual.errors import CapacityError, InputError
 from rorqual.model.forward import forward
@@ -114,7 +115,11 @@ class Sequence:
         logits_from: int | None = None,
         tap: Tap | None = None,
     ) -> list[SequenceOutput]:
-        """Run positions [length, len(prompt)) of the prompt; one output a chunk, the last one with logits."""
+        """Run positions [length, len(prompt)) of the prompt; one output a chunk, the last one with logits.
+
+        Unless `logits_from` asks for more, earlier chunks keep nothing that a later step does not need: no logits, and
+        hidden states for the draft only where its window still reaches. So the outputs do not grow with the prompt.
+        """
         check_choice("prefill", mode, PREFILL_MODES)
         start, end = self.length, len(prompt)
         if chunk is not None and chunk < 1:
@@ -142,9 +147,11 @@ class Sequence:
                 window_floor=self.window_floor,
                 decoder_floor=self.decoder_floor,
                 run_decoder=mode == "full" or last == end,
-                logits_from=logits_from,
+                logits_from=last if logits_from is None and last < end else logits_from,
             )
-            outputs.extend(self._run(step, tap))
+            (output,) = self._run(step, tap)
+            passed = logits_from is None and last <= end - window
+            outputs.append(replace(output, main_hidden=None) if passed else output)
         return outputs
 
     def append(
@@ -188,6 +195,25 @@ class Sequence:
             raise InputError(f"prompt: {end} tokens do not fit the model's {limit} positions")
         if end > self.capacity:
             raise CapacityError(f"cache: {end} tokens do not fit the {self.capacity} allocated for this sequence")
+
+
+def fill(sequence: Sequence, tokens: int, *, prefill: str = "full", seed: int = 0) -> None:
+    """Stand at position `tokens` as after a prefill of so many, over plausible random bytes (`rorqual.cache.filler`).
+
+    The next steps run exactly as after the prefill, only what they read means nothing. For measuring.
+
+    Raises:
+        InputError: an unknown mode, tokens below 1 or past the model's positions.
+        CapacityError: more tokens than the sequence's pages hold.
+    """
+    check_choice("prefill", prefill, PREFILL_MODES)
+    sequence._check_room(tokens)
+    fill_pages(sequence.cache, sequence.block_table, tokens, seed)
+    sequence.reset()
+    if prefill == "ced":
+        sequence.decoder_floor = max(0, tokens - sequence.model.config.sliding_window)
+    fill_slot(sequence.cache, sequence.slot, tokens, sequence.decoder_floor, seed)
+    sequence.length = tokens
 
 
 def replay_start(model: Transformer, hit: int, length: int, *, mode: str = "bounded", prefill: str = "ced") -> int:

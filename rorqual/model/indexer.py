@@ -19,9 +19,11 @@ from rorqual.model.weights import Scope
 # T rows, n rows of a segment, I index heads, D index dim, K top-k, G groups of a tile, B candidate blocks
 
 GROUP_TILE = 4096
-"""Groups scored at once."""
+"""Groups scored at once for a full tile of rows; fewer rows take as many more groups."""
 ROW_TILE = 256
-"""Query rows scored at once; with GROUP_TILE it bounds the score tile at 4 MB."""
+"""Query rows scored at once; with GROUP_TILE it bounds the score tile at 4 MB, whether of 256 rows or of one."""
+WIDE = 16
+"""Scores of a row so many times the k wanted are chosen from alone; fewer are joined to the kept ones at once."""
 
 
 class Indexer(nn.Module):
@@ -107,9 +109,9 @@ class Query:
             # The released code's defect (SPEC 5), behind its switch: keys of the last source, left by the last step.
             self.source = indexer.last_source
 
-    def _row_tiles(self) -> Iterator[slice]:
-        for first in range(0, self.q.shape[0], ROW_TILE):
-            yield slice(first, min(first + ROW_TILE, self.q.shape[0]))
+    def _row_tiles(self, step: int) -> Iterator[slice]:
+        for first in range(0, self.q.shape[0], step):
+            yield slice(first, min(first + step, self.q.shape[0]))
 
     def _scores(self, rows: slice, groups: tuple[int, int]) -> Tensor:
         kv = self.run.kv
@@ -117,7 +119,7 @@ class Query:
 
     def from_all(self, want_blocks: bool) -> tuple[Tensor, Tensor]:
         """Top-K over every visible group, and the candidate blocks (empty unless wanted)."""
-        parts = [self._scan(rows, want_blocks) for rows in self._row_tiles()]
+        parts = [self._scan(rows, want_blocks) for rows in self._row_tiles(ROW_TILE)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _scan(self, rows: slice, want_blocks: bool) -> tuple[Tensor, Tensor]:
@@ -125,7 +127,9 @@ class Query:
         best = Running(n, ix.topk, self.run, self.q.device)
         blocks = Running(n, ix.keep_blocks if want_blocks else 0, self.run, self.q.device)
         end = int(self.visible[rows].max())
-        tile = max(1, GROUP_TILE // ix.block) * ix.block if want_blocks else GROUP_TILE
+        tile = GROUP_TILE * ROW_TILE // n
+        if want_blocks:
+            tile = max(1, tile // ix.block) * ix.block
         for g in range(0, end, tile):
             scores = self._scores(rows, (g, min(g + tile, end)))
             best.add(scores, g)
@@ -146,7 +150,9 @@ class Query:
 
     def from_pool(self, blocks_nB: Tensor) -> Tensor:
         """Top-K over the candidate pool's visible groups: O(pool) a query, whatever the context."""
-        return torch.cat([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles()])
+        pool = blocks_nB.shape[1] * self.indexer.block
+        step = max(1, min(ROW_TILE, GROUP_TILE * ROW_TILE // max(1, pool)))
+        return torch.cat([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles(step)])
 
     def _pool_tile(self, rows: slice, blocks_nB: Tensor) -> Tensor:
         ix = self.indexer
@@ -183,7 +189,7 @@ class Query:
 
 class Running:
     """The k best of a growing row of scores, ties to the lowest index. Candidates stay in index order, so the tie rule
-    of `topk_lowest` on (kept | new) is the tie rule on the whole row."""
+    of `topk_lowest` on (kept | new), or on (kept | the k best of the new), is the tie rule on the whole row."""
 
     def __init__(self, rows: int, k: int, run: Run, device: torch.device | None = None) -> None:
         self.k = k
@@ -192,13 +198,27 @@ class Running:
         self.at = torch.full((rows, 0), -1, dtype=torch.int64, device=device)
 
     def add(self, scores_nG: Tensor, first: int) -> None:
+        width, held = scores_nG.shape[1], self.value.shape[1]
+        if held and width < WIDE * self.k:
+            value, at = scores_nG, self._columns(scores_nG, first)
+        else:
+            value, at = self._best(scores_nG)
+            at = torch.where(at < 0, at, at + first)
+        if held:
+            both = torch.cat((self.at, at), 1)
+            value, chosen = self._best(torch.cat((self.value, value), 1))
+            at = both.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, -1)
+        self.value, self.at = value, at
+
+    @staticmethod
+    def _columns(scores_nG: Tensor, first: int) -> Tensor:
         columns = torch.arange(first, first + scores_nG.shape[1], device=scores_nG.device)
-        columns = columns.expand(scores_nG.shape[0], -1)
-        value, at = torch.cat((self.value, scores_nG), 1), torch.cat((self.at, columns), 1)
-        chosen = self.run.ops.topk_lowest(value, min(self.k, value.shape[1]))
-        absent = chosen < 0
-        self.value = value.gather(1, chosen.clamp_min(0)).masked_fill(absent, float("-inf"))
-        self.at = at.gather(1, chosen.clamp_min(0)).masked_fill(absent, -1)
+        return columns.expand(scores_nG.shape[0], -1)
+
+    def _best(self, scores_nG: Tensor) -> tuple[Tensor, Tensor]:
+        """(scores, indices) of the k best, -inf and -1 where there are fewer."""
+        chosen = self.run.ops.topk_lowest(scores_nG, min(self.k, scores_nG.shape[1]))
+        return scores_nG.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, float("-inf")), chosen
 
     def index(self) -> Tensor:
         return padded(self.at, self.k)

@@ -45,7 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nonsense"], "what: 'nonsense' cannot be measured; legal: kernels, model, memory, plan"),
+        (["nonsense"], "what: 'nonsense' cannot be measured; legal: kernels, model, memory, context, plan"),
         ([], "Missing argument"),
         (["kernels", "--repeats", "0"], "repeats: 0 is not legal; legal: at least 1"),
         (["kernels", "--model", "somewhere"], "model: kernels are measured without a checkpoint"),
@@ -55,6 +55,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["model", "--random", "teeny", "--quick"], "preset must be one of v4.1-flash, tiny"),
         (["model", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),
         (["memory", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),
+        (["context", "--random", "tiny"], "random: context takes presets of its own; legal: with model and memory"),
+        (["context", "--part", "encode"], "part: 'encode' is none of context's; legal: decode, memory, prefill"),
+        (["model", "--part", "decode"], "part: model has no parts; legal: with context"),
         (["kernels", "--out", "no-such-folder/out.json"], "out: the folder no-such-folder does not exist"),
         (["kernels", "--out", "."], "out: . is a folder"),
     ],
@@ -104,6 +107,8 @@ def test_the_command_names_no_path_of_this_machine() -> None:
     said = spelled("model", 5, True, Path("/home/someone/a model"))
     assert said == "rorqual bench model --repeats 5 --quick --model 'a model'"
     assert spelled("memory", None, False, None, "real-pair") == "rorqual bench memory --random real-pair"
+    said = spelled("context", 2, False, None, parts=("decode", "prefill"))
+    assert said == "rorqual bench context --part decode --part prefill --repeats 2"
 
 
 def test_without_a_name_the_shipped_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

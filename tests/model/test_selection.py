@@ -94,12 +94,13 @@ def test_equal_scores_go_to_the_lowest_indices(rows: int, fast: bool) -> None:
 
     indexer = FakeIndexer(topk=8, block=4, keep_blocks=3)
     keys = torch.ones(100, DIM)
-    tile, module.GROUP_TILE = module.GROUP_TILE, 16
+    tiles = module.GROUP_TILE, module.ROW_TILE
+    module.GROUP_TILE, module.ROW_TILE = 16, rows
     try:
         found = query(indexer, keys, torch.arange(99 - rows + 1, 100), random_query(1).expand(rows, -1, -1), fast)
         chosen, blocks = found.from_all(True)
     finally:
-        module.GROUP_TILE = tile
+        module.GROUP_TILE, module.ROW_TILE = tiles
     assert (chosen == torch.arange(8)).all()
     newest = torch.div(torch.arange(99 - rows + 1, 100), 4, rounding_mode="floor")
     assert all(set(b.tolist()) == {0, 1, int(n)} for b, n in zip(blocks, newest, strict=True))
@@ -132,11 +133,14 @@ def test_a_pool_smaller_than_topk_lets_nothing_leak() -> None:
     assert found.from_pool(blocks).tolist() == [[36, 37, -1, -1, -1, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("tile", [1, 3, 8, 64])
-def test_running_topk_does_not_depend_on_the_tiles(tile: int) -> None:
+@pytest.mark.parametrize("wide", [0, 2, 100])
+@pytest.mark.parametrize("tile", [1, 3, 8, 20, 64])
+def test_running_topk_does_not_depend_on_the_tiles(tile: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rorqual.model.indexer.WIDE", wide)
     indexer = FakeIndexer(topk=8, block=4, keep_blocks=3)
     run = query(indexer, torch.zeros(1, DIM), torch.tensor([0]), random_query(1), False).run
     scores = torch.randint(0, 9, (5, 64), generator=torch.Generator().manual_seed(5)).float()
+    scores[0, 3:40], scores[1] = float("-inf"), float("-inf")
     best = Running(5, 8, run)
     for first in range(0, 64, tile):
         best.add(scores[:, first : first + tile], first)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rorqual.errors import FormatError
+from rorqual.ops.fast import topk as fast
 from rorqual.ops.fast.topk import topk_lowest as fast_topk_lowest
 from rorqual.ops.reference import topk as plain
 from rorqual.ops.reference.topk import topk_lowest
@@ -99,6 +100,29 @@ def test_tiles_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(7, 30, generator=torch.Generator().manual_seed(0)).mul(2).round()
     monkeypatch.setattr(plain, "TILE_SCORES", 64)
     assert torch.equal(topk_lowest(scores, 5), by_sorting(scores, 5))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_parts_of_a_row_join(threads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties at every edge, hidden scores, a part of nothing but hidden ones, and a part that is not whole."""
+    monkeypatch.setattr(fast, "workers", lambda: threads)
+    monkeypatch.setattr(fast, "SCORES_A_TASK", 16)
+    split = []
+    kernel = fast._topk_split
+    monkeypatch.setattr(fast, "_topk_split", lambda *args, tasks: (split.append(args[3]), kernel(*args, tasks=tasks)))
+    scores = torch.randn(rows, 1001, generator=torch.Generator().manual_seed(1)).mul(3).round()
+    scores[:, 100:600] = -INF
+    scores[0, [7, 990]] = INF
+    for k in (1, 5, 17):
+        assert torch.equal(fast.topk_lowest(scores, k), by_sorting(scores, k))
+    assert split == [-(-threads // rows)] * 3 if threads > rows else not split
+    hidden = torch.full((rows, 1001), -INF)
+    hidden[:, 640] = -3e38
+    assert fast.topk_lowest(hidden, 3).tolist() == [[640, -1, -1]] * rows
+    scores[rows - 1, 700] = float("nan")
+    with pytest.raises(FormatError, match=rf"\({rows - 1}, 700\)"):
+        fast.topk_lowest(scores, 5)
 
 
 def test_bf16_scores_go_to_the_plain_op() -> None:

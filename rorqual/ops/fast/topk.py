@@ -3,6 +3,9 @@
 A score's bits, turned so that they order as unsigned integers, are looked at in digits of 11, 11 and 10 bits from the
 top: a histogram of a digit tells which value of it the k-th best score has, and the next one looks only at scores that
 agree so far. What remains is the k-th best score itself and how many of its equals are still wanted.
+
+Of many rows each thread takes whole ones. Fewer rows than threads are cut into parts: the k best of a row are among the
+k best of its parts, and since those stay in index order, ties fall as they do on the whole row.
 """
 
 # Kernels are typed by their Numba signatures.
@@ -119,9 +122,47 @@ def _topk(scores, rows, k, tasks, out, bad):
             bad[row] = _select(scores[row * width : (row + 1) * width], k, counts, out[row * k : (row + 1) * k])
 
 
+@allocating
+def _join(row, k, best, out):
+    """The k best of one row among its parts' best, indices ascending with -1 between them."""
+    n = 0
+    at, scores = np.empty(best.size, np.int64), np.empty(best.size, np.float32)
+    for i in range(best.size):
+        if best[i] >= 0:
+            at[n], scores[n] = best[i], row[best[i]]
+            n += 1
+    _select(scores[:n], k, np.empty(2048, np.int64), out)
+    for i in range(k):
+        if out[i] >= 0:
+            out[i] = at[out[i]]
+
+
+@kernel(_SIGNATURE, parallel=True)
+def _topk_split(scores, rows, k, parts, out, bad):
+    width = scores.size // rows
+    step = (width + parts - 1) // parts
+    best, wrong = np.empty(rows * parts * k, np.int64), np.empty(rows * parts, np.int64)
+    for unit in prange(rows * parts):
+        first, at = unit % parts * step, unit // parts * width
+        own = best[unit * k : (unit + 1) * k]
+        part = scores[at + min(first, width) : at + min(first + step, width)]
+        found = _select(part, k, np.empty(2048, np.int64), own)
+        wrong[unit] = first + found if found >= 0 else -1
+        for i in range(k):
+            if own[i] >= 0:
+                own[i] += first
+    for row in range(rows):
+        bad[row] = -1
+        for unit in range(row * parts, (row + 1) * parts):
+            bad[row] = max(bad[row], wrong[unit])
+        if bad[row] < 0:
+            share = best[row * parts * k : (row + 1) * parts * k]
+            _join(scores[row * width : (row + 1) * width], k, share, out[row * k : (row + 1) * k])
+
+
 def kernels(path: Path) -> tuple[Kernel, ...]:
     """What `topk_lowest` runs: the same on every path."""
-    return (_topk,)
+    return (_topk, _topk_split)
 
 
 def topk_lowest(scores_RG: Tensor, k: int) -> Tensor:
@@ -130,9 +171,15 @@ def topk_lowest(scores_RG: Tensor, k: int) -> Tensor:
         return plain_topk_lowest(scores_RG, k)
     rows = scores_RG.shape[0]
     out, bad = torch.empty(rows, k, dtype=torch.int64), np.empty(rows, np.int64)
-    tasks = max(1, min(workers(), rows, scores_RG.numel() // SCORES_A_TASK))
+    tasks = max(1, min(workers(), scores_RG.numel() // SCORES_A_TASK))
+    # A part that is not much longer than k chooses too little to pay.
+    parts = min(-(-tasks // rows), scores_RG.shape[1] // (8 * k))
     flat = scores_RG.detach().contiguous().view(-1).numpy()
-    _topk(flat, rows, k, tasks, out.view(-1).numpy(), bad, tasks=tasks)
+    if parts > 1:
+        _topk_split(flat, rows, k, parts, out.view(-1).numpy(), bad, tasks=rows * parts)
+    else:
+        tasks = min(tasks, rows)
+        _topk(flat, rows, k, tasks, out.view(-1).numpy(), bad, tasks=tasks)
     if bad.max() >= 0:
         row = int(bad.argmax())
         raise FormatError(f"score {(row, int(bad[row]))} is NaN: scores must be numbers or -inf")

@@ -1,0 +1,30 @@
+"""A measurement in a process of its own, because a peak is the peak of everything that a process ever did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rorqual.bench.report import JsonRow
+from rorqual.errors import InputError
+
+
+def fresh_process(module: str, *arguments: object) -> JsonRow:
+    """The JSON object that `python -m module arguments` prints as its last line.
+
+    Raises:
+        InputError: with the process's one line of complaint, where it ends with 2.
+    """
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    # The same package as here, installed or not.
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    if done.returncode == 2:
+        raise InputError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError(f"the fresh process ended with {done.returncode}: {done.stderr}")
+    result: JsonRow = json.loads(done.stdout.splitlines()[-1])
+    return result

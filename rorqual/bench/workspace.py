@@ -1,0 +1,86 @@
+"""One prefill in a process of its own, which then says what it needed beside imports, weights and cache.
+
+    python -m rorqual.bench.workspace FOLDER PREFILL TOKENS CHUNK
+
+prints one line of JSON. `workspace_bytes` is the peak less four things that are there anyway:
+
+    what the process held with the kernels loaded and no model     VmRSS, not its peak, so that nothing hides below one
+    pages of mapped files read since then: the weights             RssFile
+    parameters copied out of the files at load                     RssAnon
+    the cache, as allocated
+
+The peak is that of the prefill alone where the system lets a process forget the one before (Linux).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from rorqual.bench.checkpoints import random_ids
+from rorqual.bench.resident import resident_bytes
+from rorqual.bench.timing import elapsed
+from rorqual.config import ModelConfig
+from rorqual.engine.sequence import Prompt, Sequence, new_cache
+from rorqual.errors import RorqualError
+from rorqual.model.load import load
+from rorqual.ops.dispatch import Backend
+
+
+def run(folder: Path, prefill: str, tokens: int, chunk: int) -> dict[str, object]:
+    """Prefill so many random tokens with the fast ops; sizes in bytes, times in seconds.
+
+    A checkpoint of fewer positions is given as many as are needed: only angles depend on the number.
+    """
+    Backend("fast").warm()
+    gc.collect()
+    imported = _sizes()
+    config = ModelConfig.from_json(folder)
+    if tokens > config.max_position_embeddings:
+        config = config.replace(max_position_embeddings=tokens)
+    model = load(folder, kernels="fast", config=config)
+    loaded = _sizes()
+    ids = random_ids(config, tokens, seed=4)
+    sequence = Sequence(model, new_cache(model, tokens))
+    forget_peak()
+    seconds = elapsed(lambda: sequence.prefill(Prompt(ids=ids), mode=prefill, chunk=chunk))
+    ended, cache = _sizes(), sequence.cache.nbytes
+    mapped = ended["RssFile"] - imported["RssFile"]
+    copied = max(0, loaded["RssAnon"] - imported["RssAnon"])
+    return {
+        "peak_rss_bytes": ended["VmHWM"],
+        "imported_bytes": imported["VmRSS"],
+        "mapped_weight_bytes": mapped,
+        "copied_weight_bytes": copied,
+        "cache_bytes": cache,
+        "workspace_bytes": ended["VmHWM"] - imported["VmRSS"] - mapped - copied - cache,
+        "prefill_seconds": seconds,
+        "layer_tokens": sequence.layer_tokens,
+    }
+
+
+def forget_peak() -> None:
+    """VmHWM begins again at what is resident now; where that cannot be done, it stays."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _sizes() -> dict[str, int]:
+    return {name: resident_bytes(name) or 0 for name in ("VmHWM", "VmRSS", "RssFile", "RssAnon")}
+
+
+def main() -> int:
+    """Exit code 2 with one line where the checkpoint is to blame; a bug of ours keeps its traceback."""
+    try:
+        print(json.dumps(run(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5]))))
+    except RorqualError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
