@@ -119,12 +119,11 @@ def draft_losses(
     target_P = torch.cat([s.targets for s in batch])[drafted.source_P]
     ce, tv = distances(drafted.logits_PV, backbone_UV, of_P, target_P)
     sure = F.binary_cross_entropy_with_logits(drafted.confidence_P, 1 - tv.detach(), reduction="none")
-    each = torch.stack((ce, tv, sure))
     even = anchors.weight_A[drafted.pair_P // block] / totals.sequences
-    rates = even.new_tensor((loss.draft_ce, loss.draft_tv, loss.draft_confidence))
-    total = rates @ each @ (even * block_weights(block, loss.draft_decay, even.device)[drafted.pair_P % block])
-    parts = (each.detach() @ even).tolist()
-    return DraftLoss(total=total, parts=dict(zip(PARTS, parts, strict=True)))
+    each = loss.draft_ce * ce + loss.draft_tv * tv + loss.draft_confidence * sure
+    weight = even * block_weights(block, loss.draft_decay, even.device)[drafted.pair_P % block]
+    parts = [float((part.detach() * even).sum()) for part in (ce, tv, sure)]
+    return DraftLoss(total=(each * weight).sum(), parts=dict(zip(PARTS, parts, strict=True)))
 
 
 def block_weights(block: int, decay: float, device: torch.device | None = None) -> Tensor:

@@ -173,5 +173,5 @@ def test_kept_studies_name_their_command() -> None:
     assert kept
     for path in kept:
         text = path.read_text(encoding="utf-8")
-        assert json.loads(text)["command"].startswith(f"rorqual lab {path.stem}")
+        assert json.loads(text)["command"].startswith(f"rorqual lab {path.stem.partition('-')[0]}")
         assert not any(folder in text for folder in ("/tmp", "/home", "/root", "/Users"))

@@ -204,12 +204,15 @@ def test_language_hands_the_run_to_its_report(
         }
 
     # The tokenizer of this run is not one that the model's Engram was hashed for.
-    monkeypatch.setattr("rorqual.model.load.load", lambda path: f"model of {path.parent.name}")
+    warmed = []
+    backend = SimpleNamespace(warm=lambda: warmed.append(True))
+    opened = {"sea": SimpleNamespace(backend=backend)}
+    monkeypatch.setattr("rorqual.model.load.load", lambda path: opened[path.parent.name])
     monkeypatch.setattr("rorqual.analysis.language.language_report", report)
     out = tmp_path / "language.json"
     assert main(["lab", "language", str(run), "--out", str(out)]) == 0
     streams = capsys.readouterr()
-    assert called["model"] == "model of sea" and called["corpus"].recipe.data.vocab_size == 290
+    assert called["model"] is opened["sea"] and warmed and called["corpus"].recipe.data.vocab_size == 290
     assert called["twin"] is None and called["plot"] == tmp_path / "language.png"
     document = json.loads(out.read_text())
     assert document["tokens"] == 7 and document["command"] == "rorqual lab language sea"
