@@ -7,16 +7,15 @@ prints one line of JSON. A fresh process, because a peak is the peak of everythi
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from rorqual.bench.checkpoints import check_positions, random_ids
+from rorqual.bench.fresh import answer
 from rorqual.bench.timing import Sample, elapsed
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
-from rorqual.errors import RorqualError
 from rorqual.model.load import load
 
 
@@ -62,15 +61,5 @@ def run(folder: Path, numerics: str, prompt_tokens: int, decoded: int, chunk: in
     }
 
 
-def main() -> int:
-    """Exit code 2 with one line where the checkpoint is to blame; a bug of ours keeps its traceback."""
-    try:
-        print(json.dumps(run(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))))
-    except RorqualError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(lambda: run(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))))

@@ -15,17 +15,16 @@ The peak is that of the prefill alone where the system lets a process forget the
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from rorqual.bench.checkpoints import random_ids
+from rorqual.bench.fresh import answer
 from rorqual.bench.resident import resident_bytes
 from rorqual.bench.timing import elapsed
 from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
-from rorqual.errors import RorqualError
 from rorqual.model.load import load
 from rorqual.ops.dispatch import Backend
 
@@ -72,15 +71,5 @@ def _sizes() -> dict[str, int]:
     return {name: resident_bytes(name) or 0 for name in ("VmHWM", "VmRSS", "RssFile", "RssAnon")}
 
 
-def main() -> int:
-    """Exit code 2 with one line where the checkpoint is to blame; a bug of ours keeps its traceback."""
-    try:
-        print(json.dumps(run(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5]))))
-    except RorqualError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(lambda: run(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5]))))

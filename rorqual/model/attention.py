@@ -16,12 +16,9 @@ from rorqual.config import LayerRole, Mode, ModelConfig
 from rorqual.model.compressor import Compressor
 from rorqual.model.indexer import Indexer
 from rorqual.model.rows import Rows
-from rorqual.model.run import Carry, Run
+from rorqual.model.run import NOT_YET, Carry, Run
 from rorqual.model.weights import Scope, row_groups
 from rorqual.ops.dispatch import Regions
-
-_NOT_YET = object()
-"""In the place of what is made at first use."""
 
 # T rows, D hidden, H heads, C head dim, Q q_lora rank, K top-k
 
@@ -44,7 +41,7 @@ class Attention(nn.Module):
         self.sink = scope.param("attn_sink")
         self.wo_a = row_groups(scope.weight("wo_a"), config.o_groups)
         self.wo_b = scope.weight("wo_b")
-        self._packed: Any = _NOT_YET
+        self._packed: Any = NOT_YET
         self.compressor = Compressor(config, role, freqs, scope) if role.mode is Mode.FULL else None
         self.indexer = Indexer(config, role, scope) if role.mode in (Mode.FULL, Mode.REINDEX) else None
 
@@ -104,7 +101,7 @@ class Attention(nn.Module):
         """Rows that take the fused projections: where there are any, every short row, whatever stands beside them."""
         if not rows.short_rows or regions is None:
             return 0
-        if self._packed is _NOT_YET:
+        if self._packed is NOT_YET:
             parts = (self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b, self.q_norm, self.kv_norm)
             self._packed = regions.pack_attention(*parts, eps=self.eps, heads=self.heads)
         return 0 if self._packed is None else rows.short_rows

@@ -16,7 +16,7 @@ from rorqual.model.attention import Attention
 from rorqual.model.engram import Engram
 from rorqual.model.moe import MoE
 from rorqual.model.rows import Rows
-from rorqual.model.run import Carry, Run
+from rorqual.model.run import NOT_YET, Carry, Run
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions
 
@@ -27,9 +27,6 @@ Written = tuple[Tensor, Tensor, Tensor]
 """A sub-layer's output [T, D], and the post [T, S] and comb [T, S, S] that write it to the stream."""
 Entered = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-_NOT_YET = object()
-"""In the place of what is made at first use."""
-
 
 class HyperMix(nn.Module):
     """Coefficients of one sub-layer: pre [T, S], post [T, S], comb [T, S from, S to], all fp32."""
@@ -38,11 +35,11 @@ class HyperMix(nn.Module):
         super().__init__()
         self.fn, self.base, self.scale = (scope.param(f"hc_{kind}_{part}") for part in ("fn", "base", "scale"))
         self.rms_eps, self.hc_eps, self.iters = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
-        self.packed: Any = _NOT_YET
+        self.packed: Any = NOT_YET
 
     def packed_for(self, regions: Regions, norm: Tensor, eps: float) -> Any:
         """The mix and the norm behind it as the region takes them; None where there is none for them."""
-        if self.packed is _NOT_YET:
+        if self.packed is NOT_YET:
             settings = {"mix_eps": self.rms_eps, "hc_eps": self.hc_eps, "iters": self.iters, "eps": eps}
             self.packed = regions.pack_mix(self.fn, self.scale, self.base, norm, **settings)
         return self.packed

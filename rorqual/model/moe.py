@@ -12,14 +12,11 @@ from rorqual.config import ModelConfig
 from rorqual.errors import InputError
 from rorqual.formats.weights import DenseWeight
 from rorqual.model.rows import Rows
-from rorqual.model.run import Run
+from rorqual.model.run import NOT_YET, Run
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions
 from rorqual.ops.reference.experts import swiglu
 from rorqual.ops.rowwise import by_row
-
-_NOT_YET = object()
-"""In the place of what is made at first use."""
 
 # T rows, D hidden, E routed experts, k experts a token
 
@@ -36,7 +33,7 @@ class MoE(nn.Module):
         self.normalise = config.norm_topk_prob and per_token > 1
         self.scaling = config.routed_scaling_factor
         self.bias_vl: Tensor | None = None
-        self._packed: Any = _NOT_YET
+        self._packed: Any = NOT_YET
         if experts:
             self.gate = DenseWeight(scope.param("gate.weight"))
             self.bias = scope.param("gate.bias")
@@ -64,7 +61,7 @@ class MoE(nn.Module):
 
     def _packed_for(self, regions: Regions) -> Any:
         """The layer as the region takes it; None where there is none for it."""
-        if self._packed is _NOT_YET:
+        if self._packed is NOT_YET:
             self._packed = self.experts and regions.pack_moe(
                 self.gate,
                 self.bias,

@@ -16,6 +16,9 @@ from rorqual.model.rows import Rows
 from rorqual.model.tap import Tap
 from rorqual.ops.dispatch import Ops, Regions
 
+NOT_YET = object()
+"""In the place of a layer's weights as a fused region takes them, until first use."""
+
 
 @dataclass(slots=True)
 class Carry:

@@ -109,6 +109,25 @@ def _sort_pairs(index_Tk, first_E, row_P, place_Tk):
             row_P[p], place_Tk[t, slot] = t, p
 
 
+@part
+def _activate(gate_I, up_I, weight, limit, native, work_I, hidden_I):
+    """One pair's hidden values, packed for w2; False when native has a NaN or an Inf to quantise."""
+    for i in range(work_I.shape[0]):
+        work_I[i] = activated(gate_I[i], up_I[i], weight, limit, native)
+    return pack_row(work_I, True, native, hidden_I)
+
+
+@part
+def _combine(y_PD, place_k, y_D, n0, n1, native, out_D):
+    """Columns [n0, n1) of one row: its pairs in the order of their slots, then the shared expert."""
+    for i in range(n0, n1):
+        total = _F32(0)
+        for slot in range(place_k.shape[0]):
+            y = y_PD[place_k[slot], i]
+            total += round_bf16(y) if native else y
+        out_D[i] = total + (round_bf16(y_D[i]) if native else y_D[i])
+
+
 _SIGNATURE = (
     "void(Tuple((int8[::1], uint8[::1], float32[::1])), float32[:, ::1], uint8[::1], Tuple((int64, float32[:, ::1])), "
     "Tuple((int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])), UniTuple(int64, 4), "
@@ -172,13 +191,9 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
     for t in range(rows):
         for slot in range(chosen):
             p = place_Tk[t, slot]
-            for i in range(inner):
-                work_W[i] = activated(gate_PI[p, i], up_PI[p, i], weight_Tk[t, slot], limit, native)
-            finite = pack_row(work_W[:inner], True, native, hidden_PI[p])
+            finite = _activate(gate_PI[p], up_PI[p], weight_Tk[t, slot], limit, native, work_W[:inner], hidden_PI[p])
             finite_T[t] = finite_T[t] and finite
-        for i in range(shared):
-            work_W[i] = activated(gate_TS[t, i], up_TS[t, i], _F32(1), limit, native)
-        finite = pack_row(work_W[:shared], True, native, hidden_TS[t])
+        finite = _activate(gate_TS[t], up_TS[t], _F32(1), limit, native, work_W[:shared], hidden_TS[t])
         finite_T[t] = finite_T[t] and finite
 
     y_PD, y_TD = np.empty((pairs, hidden), np.float32), np.empty((rows, hidden), np.float32)
@@ -194,12 +209,7 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
                 share_vector(fp4, _FP4, w, s, hidden, inner, n0, n1, h_P[p0:p1], y_PD[p0:p1], lanes, wide)
         share_vector(fp8, _FP8, shared_w[1], shared_s[1], hidden, shared, n0, n1, h_T, y_TD, lanes, wide)
         for t in range(rows):
-            for i in range(n0, n1):
-                total = _F32(0)
-                for slot in range(chosen):
-                    y = y_PD[place_Tk[t, slot], i]
-                    total += round_bf16(y) if native else y
-                out_TD[t, i] = total + (round_bf16(y_TD[t, i]) if native else y_TD[t, i])
+            _combine(y_PD, place_Tk[t], y_TD[t], n0, n1, native, out_TD[t])
 
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
