@@ -54,6 +54,11 @@ class EngramTable:
         """(rows, width)."""
         return self._weight.shape[0], self._weight.shape[1]
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales of an FP8 table as uint8, where they stand; None of a plain one."""
+        return None if self._scale is None else (self._weight, self._scale)
+
     def rows(self, index: Tensor) -> Tensor:
         """int64 [...] row ids -> fp32 [..., width], on the ids' device; the table stays where it is, in its file.
 

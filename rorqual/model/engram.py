@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig
 from rorqual.model.rows import Rows
-from rorqual.model.run import Run
+from rorqual.model.run import NOT_YET, Run
 from rorqual.model.weights import Scope
+from rorqual.ops.dispatch import Regions
 from rorqual.ops.reference.norm import mean_square, row_sum
 from rorqual.ops.rowwise import by_row
 
@@ -26,9 +29,32 @@ class Engram(nn.Module):
         self.table = scope.table("embed")
         self.wkv = scope.weight("wkv")
         self.q_weight, self.k_weight = scope.param("q_weight"), scope.param("k_weight")
+        self._packed: Any = NOT_YET
 
     def forward(self, x_TSD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
         """The stream plus gate x value, in fp32, rounded once; image-span positions get nothing."""
+        assert rows.engram_TLE is not None
+        # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
+        regions, short = run.regions, rows.short_rows
+        if regions is None or not short or self._packed_for(regions) is None:
+            return self._by_op(x_TSD, rows, run, name)
+        image = None if rows.image_T is None else rows.image_T[:short]
+        index = rows.engram_TLE[:short, self.column]
+        found = regions.engram(x_TSD[:short], self._packed, index, image, run.numerics.native)
+        if found is None:  # what is refused, by name
+            return self._by_op(x_TSD, rows, run, name)
+        if short == len(rows):
+            return run.numerics.round(found)
+        return torch.cat((run.numerics.round(found), self._by_op(x_TSD[short:], rows.without_short(), run, name)))
+
+    def _packed_for(self, regions: Regions) -> Any:
+        """The layer as the region takes it; None where there is none for it."""
+        if self._packed is NOT_YET:
+            parts = (self.table.packed, self.wkv, self.q_weight, self.k_weight)
+            self._packed = regions.pack_engram(*parts, eps=self.eps)
+        return self._packed
+
+    def _by_op(self, x_TSD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
         assert rows.engram_TLE is not None
         memory = run.numerics.round(self.table.rows(rows.engram_TLE[:, self.column]).flatten(1))
         projected = run.linear(memory, self.wkv, rows).float().unflatten(-1, (self.copies + 1, self.hidden))

@@ -62,6 +62,9 @@ class Regions:
     """`model.layer.Layer.enter_sublayer`."""
     window: Callable[..., Tensor | None]
     """`model.kv.PagedKV.window`."""
+    pack_engram: Callable[..., Any]
+    engram: Callable[..., Tensor | None]
+    """`model.engram.Engram.forward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,7 @@ def fast_ops(path: Path | None = None) -> Ops:
 
 def _regions(path: Path) -> Regions | None:
     """Where products are vector products; the plain loops are no faster for being in one kernel."""
-    from rorqual.ops.fast import hyper_rows, latent_rows, linear, moe_rows, window
+    from rorqual.ops.fast import engram_rows, hyper_rows, latent_rows, linear, moe_rows, window
 
     if not linear.has_vectors(path):
         return None
@@ -160,6 +163,8 @@ def _regions(path: Path) -> Regions | None:
         pack_mix=hyper_rows.MixRows.of,
         enter=hyper_rows.enter,
         window=window.window_rows,
+        pack_engram=engram_rows.EngramRows.of,
+        engram=engram_rows.engram_rows,
     )
 
 
@@ -195,6 +200,7 @@ def _steps() -> list[Callable[[], None]]:
     from rorqual.ops import cpu
     from rorqual.ops.fast import (
         attention,
+        engram_rows,
         experts,
         gather,
         hyper,
@@ -209,7 +215,7 @@ def _steps() -> list[Callable[[], None]]:
     )
 
     path = cpu.best_path()
-    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window)
+    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window, engram_rows)
     by_path = (module.kernels(path) for module in modules)
     kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
