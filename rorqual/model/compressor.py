@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig
+from rorqual.model.kv import PagedKV
 from rorqual.model.rope import Rotary
 from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment
-from rorqual.model.run import Run
+from rorqual.model.run import NOT_YET, Run
 from rorqual.model.weights import Scope
+from rorqual.ops.dispatch import Regions
+from rorqual.ops.paged import GroupWrite
 from rorqual.ops.rowwise import by_row
 
 # T rows, n rows of a segment, G groups, C head dim, D index dim
@@ -29,11 +36,60 @@ class Compressor(nn.Module):
         self.norm = scope.param("compressor.norm.weight")
         self.wk = scope.weight("indexer.wk")
         self.k_norm = scope.param("indexer.k_norm.weight")
+        self._packed: Any = NOT_YET
 
     def forward(self, x_TD: Tensor, rows: Rows, run: Run) -> None:
         """Compress the groups that the rows complete and hand them to the KV store."""
         if all(s.write_floor >= s.end for s in rows.segments):
             return
+        # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
+        regions, kv, short = run.regions, run.kv, rows.short_rows
+        if regions is None or not short or not isinstance(kv, PagedKV) or self._packed_for(regions, kv) is None:
+            self._by_op(x_TD, rows, run)
+            return
+        segments = [s for s in rows.segments if s.row_end <= short and s.write_floor < s.end]
+        if segments:
+            self._fused(x_TD[:short], segments, rows, run, kv)
+        if short < len(rows):
+            later = [s for s in rows.segments if s.row_end > short]
+            moved = tuple(replace(s, row_start=s.row_start - short, row_end=s.row_end - short) for s in later)
+            self._by_op(x_TD[short:], replace(rows.without_short(), segments=moved), run)
+
+    def _packed_for(self, regions: Regions, kv: PagedKV) -> Any:
+        """The layer as the region takes it; None where there is none for it."""
+        if self._packed is NOT_YET:
+            parts = (self.wkv, self.wgate, self.wk, self.norm, self.k_norm)
+            formats = (kv.main_fmt, kv.index_fmt)
+            self._packed = regions.pack_compressor(*parts, ratio=self.ratio, eps=self.eps, formats=formats)
+        return self._packed
+
+    def _fused(self, x_TD: Tensor, segments: Sequence[Segment], rows: Rows, run: Run, kv: PagedKV) -> None:
+        """The short rows' part of the work; `segments` are those of them that write."""
+        regions, m = run.regions, self.ratio
+        assert regions is not None
+        written = []
+        for seg in segments:
+            group = -(-kv.pooled_from(self.layer, seg) // m)
+            groups = max(0, seg.end // m - group)
+            skip = min(max(0, seg.write_floor // m - group), groups)
+            count = seg.row_end - seg.row_start
+            assert seg.block_table is not None
+            where = (seg.slot, seg.block_table)
+            written.append(GroupWrite(seg.row_start, count, seg.start, group, groups, skip, *where))
+        pages, tails = kv.cache.pages, kv.cache.slots.tail_of(self.layer) if m > 1 else None
+        store = (tails, (pages.main[self.layer], pages.index[self.layer]))
+        regions.compress(x_TD, self._packed, written, *store, self._angles(written, rows), run.numerics.native)
+
+    def _angles(self, written: Sequence[GroupWrite], rows: Rows) -> tuple[Tensor, Tensor]:
+        """cos and sin [G, r] at the first position of every group."""
+        if self.ratio == 1 and sum(w.count for w in written) == rows.short_rows:
+            cos, sin = rows.rotary.at(True)
+            return cos[: rows.short_rows], sin[: rows.short_rows]
+        groups = [torch.arange(w.group, w.group + w.groups) for w in written]
+        positions = torch.cat(groups) * self.ratio
+        return Rotary(self.freqs, positions, len(positions)).at(True)
+
+    def _by_op(self, x_TD: Tensor, rows: Rows, run: Run) -> None:
         if self.wgate is None:
             kv = run.linear(x_TD, self.wkv, rows)
             for seg, kv_n in zip(rows.segments, rows.split(kv), strict=True):

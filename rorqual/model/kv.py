@@ -99,9 +99,7 @@ class PagedKV:
 
     def tail(self, source: int, seg: Segment, kv_nC: Tensor, score_nC: Tensor) -> tuple[Tensor, Tensor, int]:
         tail = self.cache.slots.tail_of(source)[seg.slot]
-        ratio = self.config.roles[source].ratio
-        state = self.cache.slots.states[seg.slot].tail
-        first = max(seg.start // ratio * ratio, state.held_from(tail.shape[0]))
+        first = self.pooled_from(source, seg)
         index = torch.arange(first, seg.start, device=tail.device) % tail.shape[0]
         held = tail[index]
         kv, score = torch.cat((held[:, 0], kv_nC)), torch.cat((held[:, 1], score_nC))
@@ -109,6 +107,14 @@ class PagedKV:
         index = torch.arange(seg.end - keep, seg.end, device=tail.device) % tail.shape[0]
         tail[index, 0], tail[index, 1] = kv_nC[kv_nC.shape[0] - keep :], score_nC[score_nC.shape[0] - keep :]
         return kv, score, first
+
+    def pooled_from(self, source: int, seg: Segment) -> int:
+        """Position of the first row that a segment pools: of its unfinished group, what the tail still holds."""
+        ratio = self.config.roles[source].ratio
+        if ratio == 1:
+            return seg.start
+        span, rows = self.cache.slots.states[seg.slot].tail, self.cache.slots.tail_of(source).shape[1]
+        return max(seg.start // ratio * ratio, span.held_from(rows))
 
     def put_groups(self, source: int, seg: Segment, first: int, main_GC: Tensor, key_GD: Tensor, tap: Tap) -> None:
         ratio = self.config.roles[source].ratio

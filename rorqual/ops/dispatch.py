@@ -65,6 +65,9 @@ class Regions:
     pack_engram: Callable[..., Any]
     engram: Callable[..., Tensor | None]
     """`model.engram.Engram.forward`."""
+    pack_compressor: Callable[..., Any]
+    compress: Callable[..., None]
+    """`model.compressor.Compressor.forward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +153,7 @@ def fast_ops(path: Path | None = None) -> Ops:
 
 def _regions(path: Path) -> Regions | None:
     """Where products are vector products; the plain loops are no faster for being in one kernel."""
-    from rorqual.ops.fast import engram_rows, hyper_rows, latent_rows, linear, moe_rows, window
+    from rorqual.ops.fast import compress_rows, engram_rows, hyper_rows, latent_rows, linear, moe_rows, window
 
     if not linear.has_vectors(path):
         return None
@@ -165,6 +168,8 @@ def _regions(path: Path) -> Regions | None:
         window=window.window_rows,
         pack_engram=engram_rows.EngramRows.of,
         engram=engram_rows.engram_rows,
+        pack_compressor=compress_rows.CompressRows.of,
+        compress=compress_rows.compress_rows,
     )
 
 
@@ -200,6 +205,7 @@ def _steps() -> list[Callable[[], None]]:
     from rorqual.ops import cpu
     from rorqual.ops.fast import (
         attention,
+        compress_rows,
         engram_rows,
         experts,
         gather,
@@ -215,7 +221,19 @@ def _steps() -> list[Callable[[], None]]:
     )
 
     path = cpu.best_path()
-    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window, engram_rows)
+    modules = (
+        attention,
+        index_scores,
+        topk,
+        gather,
+        linear,
+        hyper_rows,
+        latent_rows,
+        moe_rows,
+        window,
+        engram_rows,
+        compress_rows,
+    )
     by_path = (module.kernels(path) for module in modules)
     kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]

@@ -10,6 +10,7 @@ release's ratio-2 sources (64 entries a page, 64 + 4 bytes each): group 200 is r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,3 +77,20 @@ class PagedRegion:
         limit = block_table.shape[0] * self.entries
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < limit:
             raise IndexError(f"group {int(index.min())}..{int(index.max())} is outside [0, {limit}) of the block table")
+
+
+class GroupWrite(NamedTuple):
+    """A segment's rows, and the groups that they complete.
+
+    row, count, start: first row, number of rows, position of the first. group, groups: first group and how many. skip:
+    how many of them stand in their pages already, and stay. slot: of the tail.
+    """
+
+    row: int
+    count: int
+    start: int
+    group: int
+    groups: int
+    skip: int
+    slot: int
+    block_table: Tensor

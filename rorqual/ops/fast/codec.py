@@ -110,7 +110,7 @@ def _pack_e2m1(bits_E: _Array, shift: Any, scale: Any, codes_E: _Array) -> None:
 
 
 @_jit
-def _quantize_e2m1_e4m3(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
+def quantize_e2m1_e4m3(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
     """False at the first group that holds a NaN or an Inf."""
     half = group // 2
     for r in range(scales_RG.shape[0]):
@@ -130,8 +130,8 @@ def _quantize_e2m1_e4m3(bits_RW: _Array, shift: Any, group: int, codes_RB: _Arra
 
 
 @_jit
-def _quantize_e2m1_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
-    """As `_quantize_e2m1_e4m3`."""
+def quantize_e2m1_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
+    """As `quantize_e2m1_e4m3`."""
     half = group // 2
     for r in range(scales_RG.shape[0]):
         for g in range(scales_RG.shape[1]):
@@ -148,7 +148,7 @@ def _quantize_e2m1_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Arra
 
 @_jit
 def quantize_e4m3_e8m0(bits_RW: _Array, shift: Any, group: int, codes_RB: _Array, scales_RG: _Array) -> bool:
-    """As `_quantize_e2m1_e4m3`."""
+    """As `quantize_e2m1_e4m3`."""
     for r in range(scales_RG.shape[0]):
         for g in range(scales_RG.shape[1]):
             bits_E = bits_RW[r, g * group : (g + 1) * group]
@@ -195,8 +195,8 @@ def _dequantize_e4m3(
 
 _QUANTIZE: Mapping[NumberFormat, Callable[..., bool]] = MappingProxyType(
     {
-        E2M1_E4M3_16: _quantize_e2m1_e4m3,
-        E2M1_E8M0_32: _quantize_e2m1_e8m0,
+        E2M1_E4M3_16: quantize_e2m1_e4m3,
+        E2M1_E8M0_32: quantize_e2m1_e8m0,
         E4M3_E8M0_32: quantize_e4m3_e8m0,
     }
 )

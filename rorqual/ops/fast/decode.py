@@ -66,7 +66,13 @@ PAGE_BYTES, CODES_OFFSET, CODE_BYTES, SCALES_OFFSET, SCALE_BYTES, ENTRIES, IS_E2
 
 def region_arrays(region: PagedRegion, block_table: Tensor) -> tuple[Array, Array, Array, Array]:
     """(pool bytes, geometry, table, scale table) of a region in one of the `DECODED` formats."""
-    geometry = np.array(
+    scales = E4M3 if region.fmt.scale == "e4m3" else E8M0
+    return region.pool.numpy().reshape(-1), geometry_of(region), block_table.contiguous().numpy(), scales
+
+
+def geometry_of(region: PagedRegion) -> Array:
+    """The numbers that kernels find a region's entries by."""
+    return np.array(
         (
             region.pool.shape[1],
             region.codes_offset,
@@ -79,8 +85,6 @@ def region_arrays(region: PagedRegion, block_table: Tensor) -> tuple[Array, Arra
         ),
         dtype=np.int64,
     )
-    scales = E4M3 if region.fmt.scale == "e4m3" else E8M0
-    return region.pool.numpy().reshape(-1), geometry, block_table.contiguous().numpy(), scales
 
 
 NO_REGION = (np.zeros(0, np.uint8), np.ones(8, np.int64), np.zeros(0, np.int64), E8M0)

@@ -38,7 +38,7 @@ _FP8 = FP8.code, FP8.unit, FP8.scale_rows
 
 
 @part
-def _turned(x_C, cos_r, sin_r, native):
+def turned(x_C, cos_r, sin_r, native):
     """The trailing channels of one head rotated in place, rounded before and after."""
     round_row(x_C, native)
     first = x_C.shape[0] - 2 * cos_r.shape[0]
@@ -78,7 +78,7 @@ def _latents(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC,
         finite = pack_row(qr_TQ[t], True, native, q_packed[t])
         finite_T[t] = finite_T[t] and finite
         norm_row(kv_TC[t], kv_norm, eps, native)
-        _turned(kv_TC[t], cos_Tr[t], sin_Tr[t], native)
+        turned(kv_TC[t], cos_Tr[t], sin_Tr[t], native)
     width = heads * channels
     q_TN = q_THC.reshape(rows, width)
     for share in prange(parts):
@@ -88,7 +88,7 @@ def _latents(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC,
         share_vector(fp8, _FP8, w[1], s[1], width, latent, h0 * channels, h1 * channels, qr_T, q_TN, lanes, wide)
         for t in range(rows):
             for h in range(h0, h1):
-                _turned(q_THC[t, h], cos_Tr[t], sin_Tr[t], native)
+                turned(q_THC[t, h], cos_Tr[t], sin_Tr[t], native)
 
 
 _PROJECT = (
@@ -108,7 +108,7 @@ def _project(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD, finit
     packed = room[rows * heads * channels :].reshape(rows, latent)
     for t in range(rows):
         for h in range(heads):
-            _turned(o_THC[t, h], cos_Tr[t], sin_Tr[t], native)
+            turned(o_THC[t, h], cos_Tr[t], sin_Tr[t], native)
     o_RW = o_THC.reshape(rows * count, width)
     for r in range(rows * count):
         pack_row(o_RW[r], True, False, o_packed[r])
