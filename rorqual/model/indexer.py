@@ -6,15 +6,18 @@ Scores are computed in tiles with a running Top-K, so nothing grows with (querie
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig
 from rorqual.errors import InputError
+from rorqual.model.kv import PagedKV
 from rorqual.model.rows import Rows, Segment
-from rorqual.model.run import Carry, Run, padded
+from rorqual.model.run import NOT_YET, Carry, Run, padded
 from rorqual.model.weights import Scope
+from rorqual.ops.dispatch import Regions
 
 # T rows, n rows of a segment, I index heads, D index dim, K top-k, G groups of a tile, B candidate blocks
 
@@ -40,15 +43,14 @@ class Indexer(nn.Module):
         self.last_source = config.decoder_start
         self.wq_b = scope.weight("indexer.wq_b")
         self.weights_proj = scope.weight("indexer.weights_proj")
+        self._packed: Any = NOT_YET
 
     def forward(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Top-K groups int64 [T, K], ascending, -1 padded; sets the carry's candidates on the candidate source."""
         name = f"layers.{self.role.layer_id}"
         # A selection has no gradient; what the indexer learns from (its own loss) must not move the backbone.
         x_TD, qr_TQ = x_TD.detach(), qr_TQ.detach()
-        q = run.linear(qr_TQ, self.wq_b, rows).unflatten(-1, (self.heads, -1))
-        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True)))
-        w = run.numerics.round(run.linear(x_TD, self.weights_proj, rows) * self.scale)
+        q, w = self.queries(x_TD, qr_TQ, rows, run)
         w = run.record(f"{name}.index_weights", w, rows)
         if run.hooks is not None:
             return run.hooks.select(self.role, q, w, rows, carry)
@@ -73,6 +75,33 @@ class Indexer(nn.Module):
                 raise InputError(f"inject: {name}.topk_idxs names a group that its query cannot see")
             self._record_candidates(rows, carry, run)
         return topk
+
+    def queries(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor]:
+        """Rotated index queries [T, I, D] and head weights [T, I], in the activation dtype."""
+        # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
+        regions, short = run.regions, rows.short_rows
+        if regions is None or not short or self._packed_for(regions) is None:
+            return self._queries_by_op(x_TD, qr_TQ, rows, run)
+        cos, sin = rows.rotary.at(True)
+        angles = cos[:short], sin[:short]
+        found = regions.index_queries(qr_TQ[:short], x_TD[:short], self._packed, angles, run.numerics.native)
+        q, w = (run.numerics.round(x) for x in found)
+        if short < len(rows):
+            rest = self._queries_by_op(x_TD[short:], qr_TQ[short:], rows.without_short(), run)
+            q, w = (torch.cat(pair) for pair in zip((q, w), rest, strict=True))
+        return q, w
+
+    def _packed_for(self, regions: Regions) -> Any:
+        """The weights as the region takes them; None where there is none for them."""
+        if self._packed is NOT_YET:
+            parts = (self.wq_b, self.weights_proj)
+            self._packed = regions.pack_indexer(*parts, heads=self.heads, scale=self.scale)
+        return self._packed
+
+    def _queries_by_op(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor]:
+        q = run.linear(qr_TQ, self.wq_b, rows).unflatten(-1, (self.heads, -1))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True)))
+        return q, run.numerics.round(run.linear(x_TD, self.weights_proj, rows) * self.scale)
 
     def visible(self, rows: Rows) -> Tensor:
         """Groups that each row sees, [T]; the stale decode looks at another source's, which are no fewer."""
@@ -119,8 +148,20 @@ class Query:
 
     def from_all(self, want_blocks: bool) -> tuple[Tensor, Tensor]:
         """Top-K over every visible group, and the candidate blocks (empty unless wanted)."""
+        found = self._fused(None, self.indexer.keep_blocks if want_blocks else 0)
+        if found is not None:
+            return found
         parts = [self._scan(rows, want_blocks) for rows in self._row_tiles(ROW_TILE)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _fused(self, blocks_nB: Tensor | None, keep: int) -> tuple[Tensor, Tensor] | None:
+        """Both in one kernel, where there is one and the scores are few: the same groups and blocks."""
+        ix, run, kv = self.indexer, self.run, self.run.kv
+        if run.regions is None or not isinstance(kv, PagedKV):
+            return None
+        region, table = kv.cache.pages.index[self.source], self.seg.block_table
+        query = (self.q, self.w, self.visible)
+        return run.regions.index_choose(query, region, table, blocks_nB, ix.topk, keep, ix.block, run.numerics.native)
 
     def _scan(self, rows: slice, want_blocks: bool) -> tuple[Tensor, Tensor]:
         ix, n = self.indexer, rows.stop - rows.start
@@ -150,6 +191,9 @@ class Query:
 
     def from_pool(self, blocks_nB: Tensor) -> Tensor:
         """Top-K over the candidate pool's visible groups: O(pool) a query, whatever the context."""
+        found = self._fused(blocks_nB, 0)
+        if found is not None:
+            return found[0]
         pool = blocks_nB.shape[1] * self.indexer.block
         step = max(1, min(ROW_TILE, GROUP_TILE * ROW_TILE // max(1, pool)))
         return torch.cat([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles(step)])

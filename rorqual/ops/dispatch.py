@@ -68,6 +68,11 @@ class Regions:
     pack_compressor: Callable[..., Any]
     compress: Callable[..., None]
     """`model.compressor.Compressor.forward`."""
+    pack_indexer: Callable[..., Any]
+    index_queries: Callable[..., tuple[Tensor, Tensor]]
+    """`model.indexer.Indexer.queries`."""
+    index_choose: Callable[..., tuple[Tensor, Tensor] | None]
+    """`model.indexer.Query`'s `from_all` and `from_pool`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +158,17 @@ def fast_ops(path: Path | None = None) -> Ops:
 
 def _regions(path: Path) -> Regions | None:
     """Where products are vector products; the plain loops are no faster for being in one kernel."""
-    from rorqual.ops.fast import compress_rows, engram_rows, hyper_rows, latent_rows, linear, moe_rows, window
+    from rorqual.ops.fast import (
+        compress_rows,
+        engram_rows,
+        hyper_rows,
+        index_choice,
+        index_rows,
+        latent_rows,
+        linear,
+        moe_rows,
+        window,
+    )
 
     if not linear.has_vectors(path):
         return None
@@ -170,6 +185,9 @@ def _regions(path: Path) -> Regions | None:
         engram=engram_rows.engram_rows,
         pack_compressor=compress_rows.CompressRows.of,
         compress=compress_rows.compress_rows,
+        pack_indexer=index_rows.IndexRows.of,
+        index_queries=index_rows.queries,
+        index_choose=partial(index_choice.choose, path=path),
     )
 
 
@@ -211,6 +229,8 @@ def _steps() -> list[Callable[[], None]]:
         gather,
         hyper,
         hyper_rows,
+        index_choice,
+        index_rows,
         index_scores,
         latent_rows,
         linear,
@@ -221,20 +241,9 @@ def _steps() -> list[Callable[[], None]]:
     )
 
     path = cpu.best_path()
-    modules = (
-        attention,
-        index_scores,
-        topk,
-        gather,
-        linear,
-        hyper_rows,
-        latent_rows,
-        moe_rows,
-        window,
-        engram_rows,
-        compress_rows,
-    )
-    by_path = (module.kernels(path) for module in modules)
+    ops = (attention, index_scores, topk, gather, linear)
+    regions = (hyper_rows, latent_rows, moe_rows, window, engram_rows, compress_rows, index_rows, index_choice)
+    by_path = (module.kernels(path) for module in (*ops, *regions))
     kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
 

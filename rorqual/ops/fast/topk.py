@@ -79,7 +79,7 @@ def _count_next(keys, known, known_shift, shift, counts):
 
 
 @allocating
-def _select(row, k, counts, out):
+def select(row, k, counts, out):
     """Fill out [k] with one row's indices; returns where a NaN stands, or -1."""
     out[:] = -1
     bad = _count_first(row, counts)
@@ -119,7 +119,7 @@ def _topk(scores, rows, k, tasks, out, bad):
     for task in prange(tasks):
         counts = np.empty(2048, np.int64)
         for row in range(task, rows, tasks):
-            bad[row] = _select(scores[row * width : (row + 1) * width], k, counts, out[row * k : (row + 1) * k])
+            bad[row] = select(scores[row * width : (row + 1) * width], k, counts, out[row * k : (row + 1) * k])
 
 
 @allocating
@@ -131,7 +131,7 @@ def _join(row, k, best, out):
         if best[i] >= 0:
             at[n], scores[n] = best[i], row[best[i]]
             n += 1
-    _select(scores[:n], k, np.empty(2048, np.int64), out)
+    select(scores[:n], k, np.empty(2048, np.int64), out)
     for i in range(k):
         if out[i] >= 0:
             out[i] = at[out[i]]
@@ -146,7 +146,7 @@ def _topk_split(scores, rows, k, parts, out, bad):
         first, at = unit % parts * step, unit // parts * width
         own = best[unit * k : (unit + 1) * k]
         part = scores[at + min(first, width) : at + min(first + step, width)]
-        found = _select(part, k, np.empty(2048, np.int64), own)
+        found = select(part, k, np.empty(2048, np.int64), own)
         wrong[unit] = first + found if found >= 0 else -1
         for i in range(k):
             if own[i] >= 0:
