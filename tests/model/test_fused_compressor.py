@@ -105,7 +105,8 @@ def written(model: Transformer, compressor: Compressor, steps: Steps, fused: boo
     return cache
 
 
-EXP: Any = numba.vectorize(["float32(float32)"])(lambda x: math.exp(x))
+VECTORIZE: Any = numba.vectorize
+EXP = VECTORIZE(["float32(float32)"])(lambda x: math.exp(x))
 
 
 def plain_softmax(x: Tensor, dim: int) -> Tensor:
@@ -133,18 +134,22 @@ def test_pages_and_tails_hold_the_bytes_of_the_ops(
         assert all(torch.equal(a, b) for a, b in zip(fused.slots.tails, plain.slots.tails, strict=True))
 
 
+def values(cache: KVCache, compressor: Compressor) -> list[Tensor]:
+    """Everything that stands in a source's main KV and keys; codes of nobody read as 0."""
+    found = []
+    for region in (cache.pages.main[compressor.layer], cache.pages.index[compressor.layer]):
+        codes, scales = region.views()
+        found.append(dequantize(codes.flatten(0, 1), scales.flatten(0, 1), region.fmt).nan_to_num())
+    return found
+
+
 @NUMERICS
 def test_what_torch_pools_differs_in_last_bits(models: dict[str, Transformer], numerics: str) -> None:
     """An entry that stands on the edge between two codes may fall to the other; hardly any does."""
     model = models[numerics]
     for compressor in compressors(model):
         fused, plain = (written(model, compressor, RAGGED, way) for way in (True, False))
-        for regions in (fused.pages.main, fused.pages.index):
-            region = regions[compressor.layer]
-            other = (plain.pages.main if regions is fused.pages.main else plain.pages.index)[compressor.layer]
-            ours, theirs = (
-                dequantize(*(part.flatten(0, 1) for part in r.views()), r.fmt).nan_to_num() for r in (region, other)
-            )
+        for ours, theirs in zip(values(fused, compressor), values(plain, compressor), strict=True):
             assert float((ours == theirs).float().mean()) > 0.999
 
 
