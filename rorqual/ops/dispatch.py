@@ -62,6 +62,14 @@ class Regions:
     """`model.layer.Layer.enter_sublayer`."""
     window: Callable[..., Tensor | None]
     """`model.kv.PagedKV.window`."""
+    pack_layer: Callable[..., Any]
+    place: Callable[..., Any]
+    """What the layers of a step share."""
+    reads: Callable[..., bool]
+    """Whether there is a kernel of whole layers for a cache."""
+    begin: Callable[..., Any]
+    finish: Callable[..., tuple[Tensor, Tensor]]
+    """The two halves of `model.layer.Layer.forward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +155,7 @@ def fast_ops(path: Path | None = None) -> Ops:
 
 def _regions(path: Path) -> Regions | None:
     """Where products are vector products; the plain loops are no faster for being in one kernel."""
-    from rorqual.ops.fast import hyper_rows, latent_rows, linear, moe_rows, window
+    from rorqual.ops.fast import hyper_rows, latent_rows, layer_rows, linear, moe_rows, window
 
     if not linear.has_vectors(path):
         return None
@@ -160,6 +168,11 @@ def _regions(path: Path) -> Regions | None:
         pack_mix=hyper_rows.MixRows.of,
         enter=hyper_rows.enter,
         window=window.window_rows,
+        pack_layer=layer_rows.LayerRows.of,
+        place=layer_rows.Placed,
+        reads=layer_rows.reads,
+        begin=layer_rows.begin,
+        finish=layer_rows.finish,
     )
 
 
@@ -201,6 +214,7 @@ def _steps() -> list[Callable[[], None]]:
         hyper_rows,
         index_scores,
         latent_rows,
+        layer_rows,
         linear,
         moe_rows,
         norm,
@@ -209,7 +223,7 @@ def _steps() -> list[Callable[[], None]]:
     )
 
     path = cpu.best_path()
-    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window)
+    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window, layer_rows)
     by_path = (module.kernels(path) for module in modules)
     kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]

@@ -140,7 +140,7 @@ def _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale
 
 
 @kernel(SIGNATURE, parallel=True)
-def _attend_rows(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
+def attend_rows(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
     for task in prange(tasks):
         _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale, native, out)
 
@@ -179,7 +179,7 @@ def _split_output(row, head, channel, sizes, spans, held, keys, logits, denomina
 
 
 @kernel(SIGNATURE, parallel=True)
-def _attend_split(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
+def attend_split(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
     rows, stride, held = positions.size, sink.size, near[0]
     channels, chosen, panels = q.size // (rows * heads), topk.size // rows, stride // LANES
     slots = near[3] + chosen
@@ -212,7 +212,7 @@ ALONE = 1 << 21
 
 def kernels(path: Path) -> tuple[Kernel, ...]:
     """What `sparse_attention` runs on `path`; odd head dims take the plain loops on any."""
-    return (attend_plain,) if path == "plain" else (_attend_rows, _attend_split)
+    return (attend_plain,) if path == "plain" else (attend_rows, attend_split)
 
 
 def sparse_attention(
@@ -252,7 +252,7 @@ def sparse_attention(
     vectors = (path or best_path()) != "plain" and channels % BLOCK == 0
     # Too few rows to keep every thread busy to the end.
     split = vectors and rows < 2 * workers()
-    run = _attend_split if split else _attend_rows if vectors else attend_plain
+    run = attend_split if split else attend_rows if vectors else attend_plain
     products = rows * heads * channels * (window + topk.shape[-1])
     tasks = 1 if products < ALONE else 0 if split else min(workers(), rows)
     sink = torch.nn.functional.pad(sink_H.detach(), (0, -heads % LANES))

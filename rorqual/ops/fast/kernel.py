@@ -60,10 +60,13 @@ def digest_of(source: Path) -> str:
 class Kernel:
     """One jitted function, one signature. Releases the GIL; parallel kernels run one at a time."""
 
-    def __init__(self, function: Callable[..., Any], signature: str, parallel: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], signature: str, parallel: bool, calls: tuple[Kernel, ...] = ()
+    ) -> None:
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_')}"
         self.signature = signature
-        self.parallel = parallel
+        self.parallel = parallel or any(part.parallel for part in calls)
+        self._calls = calls
         digest = digest_of(Path(function.__code__.co_filename))
         if not function.__qualname__.endswith(digest):
             function.__qualname__ += f"_{digest}"
@@ -78,8 +81,15 @@ class Kernel:
         """Whether a call starts at once."""
         return self._entry is not None
 
+    @property
+    def code(self) -> Any:
+        """What other kernels call, on arguments of exactly the signature's types; they name this one in `calls`."""
+        return self._dispatcher
+
     def compile(self) -> None:
         """Load the machine code from the disk cache, or make it (seconds)."""
+        for part in self._calls:
+            part.compile()
         with self._compiling:
             if self._entry is None:
                 self._dispatcher.compile(self.signature)
@@ -130,9 +140,14 @@ def on_compilation(callback: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def kernel(signature: str, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Kernel]:
-    """Decorator: a `Kernel` of Numba `signature`, such as "void(float32[::1], int64)"."""
-    return lambda function: Kernel(function, signature, parallel)
+def kernel(
+    signature: str, *, parallel: bool = False, calls: tuple[Kernel, ...] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorator: a `Kernel` of Numba `signature`, such as "void(float32[::1], int64)".
+
+    calls: kernels whose `code` the function calls; it runs alone where one of them does.
+    """
+    return lambda function: Kernel(function, signature, parallel, calls)
 
 
 def refuse_gradients(*tensors: torch.Tensor) -> None:

@@ -136,7 +136,7 @@ _SIGNATURE = (
 
 
 @kernel(_SIGNATURE, parallel=True)
-def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, finite_T, parts):
+def moe_kernel(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, finite_T, parts):
     """gate: (address, biases [2, E]: of text, of image rows). weights: addresses of the experts' codes and scales
     [3 (w1, w2, w3), E], of the shared ones' [3]. sizes: I, S, k, number of the scoring. settings: temperature, scaling,
     limit, normalise, native. room: [T (D + k I + S)]; what is used by address must outlive its last mention, which an
@@ -214,7 +214,7 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     """What `moe_rows` runs on `path`."""
-    return (_moe,) if has_vectors(path) else ()
+    return (moe_kernel,) if has_vectors(path) else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +298,7 @@ def moe_rows(x_TD: Tensor, layer: MoeRows, image_T: Tensor | None, native: bool)
     inner, shared, chosen, _ = layer.sizes
     room = np.empty(rows * (layer.hidden + chosen * inner + shared), np.float32)
     parts = parts_of(rows * chosen * inner * layer.hidden)
-    _moe(
+    moe_kernel(
         _MARKERS,
         x.numpy(),
         image,
