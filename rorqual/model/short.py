@@ -47,7 +47,9 @@ class ShortLayers:
         angles = rows.rotary.at(attn.compressed)
         begun = regions.begin(x_TSD, pre_TS, packed, placed, angles)
         if attn.compressor is not None or attn.indexer is not None:
-            attn.global_kv(round_(torch.from_numpy(begun.inner)), round_(torch.from_numpy(begun.latent)), rows, carry, run)
+            attn.global_kv(
+                round_(torch.from_numpy(begun.inner)), round_(torch.from_numpy(begun.latent)), rows, carry, run
+            )
         source = layer.role.kv_source
         region = None if source is None else self.kv.cache.pages.main[source]
         topk = carry.topk_TK if attn.compressed else None

@@ -28,7 +28,7 @@ from rorqual.ops.fast.hyper import collapse, expand, split
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import inverse_rms, norm_row, round_row
-from rorqual.ops.fast.row_kernels import LANES_ROOM, WIDE_ROOM, address, columns, share_vector
+from rorqual.ops.fast.row_kernels import address, columns, rooms, share_vector
 from rorqual.ops.fast.row_vectors import FP32, Array
 
 _F32 = np.float32
@@ -60,7 +60,7 @@ def enter_kernel(fp32, x_TnD, out_TD, written, pre_Tn, mix, settings, native, y_
                     round_row(y_TnD[t, j], native)
     y_T, mixes_TM = address(y_TnD) + np.arange(rows) * (width * 4), np.empty((rows, mixes), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(mixes, share, parts)
         share_vector(fp32, _FP32, fn, fn, mixes, width, n0, n1, y_T, mixes_TM, lanes, wide)
     y_TC = y_TnD.reshape(rows, width)

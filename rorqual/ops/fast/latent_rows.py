@@ -30,7 +30,7 @@ from rorqual.ops.cpu import Path
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import norm_row, round_row
-from rorqual.ops.fast.row_kernels import LANES_ROOM, WIDE_ROOM, address, columns, pack_row, part, share_vector
+from rorqual.ops.fast.row_kernels import address, columns, pack_row, part, rooms, share_vector
 from rorqual.ops.fast.row_vectors import FP8, Array
 
 _F32 = np.float32
@@ -68,7 +68,7 @@ def latents_kernel(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, 
     x_T, qr_T = address(x_packed) + np.arange(rows) * (hidden * 4), address(q_packed) + np.arange(rows) * (latent * 4)
     w, s = weights[:, 0], weights[:, 1]
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(latent, share, parts)
         share_vector(fp8, _FP8, w[0], s[0], latent, hidden, n0, n1, x_T, qr_TQ, lanes, wide)
         n0, n1 = columns(channels, share, parts)
@@ -82,7 +82,7 @@ def latents_kernel(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, 
     width = heads * channels
     q_TN = q_THC.reshape(rows, width)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         # Whole heads, so that a thread can turn what it has made; `of` rejects heads of odd eights.
         h0, h1 = heads * share // parts, heads * (share + 1) // parts
         share_vector(fp8, _FP8, w[1], s[1], width, latent, h0 * channels, h1 * channels, qr_T, q_TN, lanes, wide)
@@ -114,7 +114,7 @@ def project_kernel(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD,
         pack_row(o_RW[r], True, False, o_packed[r])
     y_GTL = np.empty((count, rows, rank), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(rank, share, parts)
         for g in range(count):
             o_T = address(o_packed) + (np.arange(rows) * count + g) * (width * 4)
@@ -127,7 +127,7 @@ def project_kernel(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD,
         finite_T[t] = pack_row(work, True, native, packed[t])
     latent_T = address(packed) + np.arange(rows) * (latent * 4)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(hidden, share, parts)
         share_vector(fp8, _FP8, wo_b[0], wo_b[1], hidden, latent, n0, n1, latent_T, out_TD, lanes, wide)
 

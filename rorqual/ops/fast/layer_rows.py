@@ -14,6 +14,7 @@ T rows, n copies of the residual, D hidden, H heads, C head dim, Q q_lora rank, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32, NumberFormat
 from rorqual.formats.weights import TILE
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.attention import attend_rows, attend_split, check_pages
+from rorqual.ops.fast.attention import attend_rows, attend_split, check_pages, split_sizes
 from rorqual.ops.fast.decode import BLOCK, DECODED, E8M0, ENTRIES, NO_REGION, PAGE_BYTES, REGION, region_arrays
 from rorqual.ops.fast.hyper import expand_kernel
 from rorqual.ops.fast.hyper_rows import MIX, SETTINGS, MixRows, enter_kernel
@@ -40,6 +41,7 @@ from rorqual.ops.fast.row_vectors import FP4, FP8, FP32, Array
 from rorqual.ops.fast.vectors import LANES
 from rorqual.ops.fast.window import GEOMETRY, NO_TABLE, window_kernel
 from rorqual.ops.paged import PagedRegion
+from rorqual.ops.reference.hyper import copies_of
 
 _F32 = np.float32
 _BEGINS = enter_kernel, latents_kernel
@@ -96,7 +98,8 @@ _FINISH = (
     "Tuple((Tuple((int64, float32[:, ::1])), Tuple((int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])), "
     "UniTuple(int64, 4), Tuple((float32, float32, float32, boolean, boolean)))), "
     f"{ANGLES}, boolean, {_PLACED}, Tuple((uint8[:, :, ::1], int64[::1], int64[::1], float32[::1])), {REGION}, "
-    "int64[:, ::1], float32[:, :, ::1], float32[:, ::1], int64[::1], boolean[::1], int64)"
+    "int64[:, ::1], Tuple((float32[::1], int64, int64)), float32[:, :, ::1], float32[:, ::1], int64[::1], "
+    "boolean[::1], int64)"
 )
 
 
@@ -114,6 +117,7 @@ def _finish(
     rings,
     region,
     topk_TK,
+    rooms,
     out_TnD,
     pre_Tn,
     wrong,
@@ -121,13 +125,18 @@ def _finish(
     parts,
 ):
     """rings: of the layer [slots, R, B], and the geometry, table and scales that its rows are decoded by. region: with
-    the tables of all segments. wrong: written, (what, segment); nothing else is when it is not (0, 0)."""
+    the tables of all segments. rooms: of `Placed.room`. wrong: written, (what, segment); nothing else is when it is not
+    (0, 0)."""
     (_, fp8, fp32), (inner_TD, _, q_THC, kv_TC, mid_pre_Tn, post_Tn, comb_Tnn) = markers, begun
     (segments, positions, image_T, reach), (groups, wo_b, rank, sink, scale) = placed, attention
-    (rows, heads, channels), chosen, held = q_THC.shape, topk_TK.shape[1], 0
-    for i in range(segments.shape[0]):
-        held = max(held, segments[i, 2] + segments[i, 1] - segments[i, 0] - segments[i, 3])
-    keys, o_THC = np.empty(held * channels, np.float32), np.empty((rows, heads, channels), np.float32)
+    (rows, heads, channels), chosen, hidden = q_THC.shape, topk_TK.shape[1], inner_TD.shape[1]
+    room, for_keys, for_split = rooms
+    keys, room = room[:for_keys], room[for_keys:]
+    split_room, room = room[:for_split], room[for_split:]
+    o_THC, room = room[: q_THC.size].reshape(q_THC.shape), room[q_THC.size :]
+    y_TnD, room = room[: x_TnD.size].reshape(x_TnD.shape), room[x_TnD.size :]
+    out_TD, room = room[: inner_TD.size].reshape(inner_TD.shape), room[inner_TD.size :]
+    next_TD, room = room[: inner_TD.size].reshape(inner_TD.shape), room[inner_TD.size :]
     for i in range(segments.shape[0]):
         row0, row1, start, base, floor, slot, table0, table1 = segments[i]
         own = keys[: (start + row1 - row0 - base) * channels]
@@ -143,24 +152,21 @@ def _finish(
         near, size = (own, base, floor, reach), (row1 - row0) * heads * channels
         q, o, at = q_THC[row0:row1].reshape(size), o_THC[row0:row1].reshape(size), positions[row0:row1]
         if row1 - row0 < 2 * parts:
-            _split(q, at, near, pages, topk, sink, heads, scale, native, 0, o)
+            _split(q, at, near, pages, topk, sink, heads, scale, native, 0, o, split_room)
         else:
             _rows(q, at, near, pages, topk, sink, heads, scale, native, parts, o)
-    hidden = inner_TD.shape[1]
-    inner_TD = np.empty((rows, hidden), np.float32)
-    out_TD, y_TnD = np.empty((rows, hidden), np.float32), np.empty(x_TnD.shape, np.float32)
-    room = np.empty(o_THC.size + rows * groups.shape[0] * rank, np.float32)
-    _project(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD, finite_T, parts)
+    own = room[: o_THC.size + rows * groups.shape[0] * rank]
+    _project(fp8, o_THC, groups, wo_b, angles, native, rank, own, out_TD, finite_T, parts)
     _round_rows(out_TD, native)
     for t in range(rows):
         if not finite_T[t]:
             wrong[0] = NOT_FINITE
     mixed = pre_Tn, np.empty_like(post_Tn), np.empty_like(comb_Tnn)
     written = post_Tn, comb_Tnn
-    _enter(fp32, x_TnD, out_TD, written, mid_pre_Tn, mix[0], mix[1], native, y_TnD, mixed, inner_TD, parts)
+    _enter(fp32, x_TnD, out_TD, written, mid_pre_Tn, mix[0], mix[1], native, y_TnD, mixed, next_TD, parts)
     gate, weights, sizes, settings = experts
-    room = np.empty(rows * (hidden + sizes[2] * sizes[0] + sizes[1]), np.float32)
-    _moe(markers, inner_TD, image_T, gate, weights, sizes, settings, room, out_TD, finite_T, parts)
+    own = room[: rows * (hidden + sizes[2] * sizes[0] + sizes[1])]
+    _moe(markers, next_TD, image_T, gate, weights, sizes, settings, own, out_TD, finite_T, parts)
     _round_rows(out_TD, native)
     _expand(out_TD, y_TnD, mixed[1], mixed[2], out_TnD, parts)
     for t in range(rows):
@@ -192,6 +198,8 @@ class LayerRows:
     """D, Q, H, C."""
     products: int
     """Multiplications of a row."""
+    room: int
+    """fp32 values that a row takes in `finish`, its attention aside."""
     held: tuple[Any, ...]
 
     @classmethod
@@ -208,7 +216,10 @@ class LayerRows:
         if attn_mix is None or ffn_mix is None or rows is None or moe is None or rows.channels % BLOCK:
             return None
         sink = torch.nn.functional.pad(sink_H.detach().float(), (0, -sink_H.shape[0] % LANES)).numpy()
-        inner, shared, chosen, _ = moe.sizes
+        (inner, shared, chosen, _), width = moe.sizes, rows.heads * rows.channels
+        copies = copies_of(len(attn_mix.mix[2]))
+        after = max(width + len(rows.groups) * rows.rank, rows.hidden + chosen * inner + shared)
+        room = width + (copies + 2) * rows.hidden + after
         return cls(
             mixes=((attn_mix.mix, attn_mix.settings), (ffn_mix.mix, ffn_mix.settings)),
             latents=(rows.weights, rows.norms, rows.eps),
@@ -216,6 +227,7 @@ class LayerRows:
             experts=(moe.gate, moe.weights, moe.sizes, (*moe.settings, native)),
             sizes=(rows.hidden, rows.latent, rows.heads, rows.channels),
             products=moe.hidden * 3 * (chosen * inner + shared),
+            room=room,
             held=(attn_mix, ffn_mix, rows, moe),
         )
 
@@ -267,15 +279,28 @@ class Placed:
         # By identity; what has it is kept, so that nothing else comes by it.
         self._angles: dict[int, tuple[Any, ...]] = {}
         self._regions: dict[int, tuple[Any, ...]] = {}
+        self._rooms: dict[tuple[int, int], tuple[int, int]] = {}
         self._nothing = np.empty((self.rows, 0), np.int64)
 
     def angles(self, cos_sin: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
-        """To turn by, and to turn back by. """
+        """To turn by, and to turn back by."""
         found = self._angles.get(id(cos_sin))
         if found is None:
             cos, sin = (x.contiguous().numpy() for x in cos_sin)
             found = self._angles[id(cos_sin)] = (cos, sin), (cos, -sin), cos_sin
         return found[0], found[1]
+
+    def room(self, layer: LayerRows, chosen: int) -> tuple[Array, int, int]:
+        """For `finish`: all of it, and how much is for keys and for `attend_split`."""
+        key = layer.room, chosen
+        if key not in self._rooms:
+            (segments, _, _, reach), channels, stride = self.placed, layer.sizes[3], len(layer.project[3])
+            counts = segments[:, 1] - segments[:, 0]
+            keys = int((segments[:, 2] + counts - segments[:, 3]).max()) * channels
+            split = sum(split_sizes(int(counts.max()), channels, chosen, reach, stride))
+            self._rooms[key] = keys, split
+        keys, split = self._rooms[key]
+        return _ROOMS.of(keys + split + self.rows * layer.room), keys, split
 
     def region(self, region: PagedRegion | None, topk_TK: Tensor | None) -> tuple[Any, Array]:
         """As the kernel takes them; a layer without either reads its window alone."""
@@ -285,6 +310,20 @@ class Placed:
         if found is None:
             found = self._regions[id(region)] = region_arrays(region, self.table), region
         return found[0], topk_TK.contiguous().numpy()
+
+
+class _Rooms(threading.local):
+    """What the kernels of a thread work in: kept, because fresh memory costs a page fault for every 4 KB."""
+
+    room = np.empty(0, np.float32)
+
+    def of(self, size: int) -> Array:
+        if size > self.room.shape[0]:
+            self.room = np.empty(size, np.float32)
+        return self.room
+
+
+_ROOMS = _Rooms()
 
 
 def reads(window_fmt: NumberFormat, main_fmt: NumberFormat) -> bool:
@@ -342,6 +381,7 @@ def finish(
         IndexError: a group that its block table does not hold, or a page outside the pool.
     """
     x, parts = _floats(x_TnD), parts_of(placed.rows * layer.products)
+    room = placed.room(layer, 0 if topk_TK is None else topk_TK.shape[1])
     out, next_pre = torch.empty(x.shape), torch.empty(begun.pre.shape)
     wrong, finite = np.zeros(2, np.int64), np.empty(placed.rows, np.bool_)
     (arrays, topk), (_, back) = placed.region(region, topk_TK), placed.angles(cos_sin)
@@ -358,6 +398,7 @@ def finish(
         (placed.rings[ring], *_DECODED),
         arrays,
         topk,
+        room,
         out.numpy(),
         next_pre.numpy(),
         wrong,
@@ -382,4 +423,3 @@ def _refuse(x: Array) -> None:
     check_finite(torch.from_numpy(x), E4M3_E8M0_32)
     check_finite(torch.full((1, TILE), torch.nan), E4M3_E8M0_32)  # among the activations
     raise AssertionError("unreachable: a NaN is refused")
-

@@ -36,12 +36,11 @@ from rorqual.ops.fast.experts import activated
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.row_kernels import (
-    LANES_ROOM,
-    WIDE_ROOM,
     address,
     columns,
     pack_row,
     part,
+    rooms,
     round_bf16,
     share_vector,
 )
@@ -156,7 +155,7 @@ def moe_kernel(markers, x_TD, image_T, gate, weights, sizes, settings, room, out
     step = np.arange(rows) * (hidden * 4)
     gate_parts = parts if rows * experts * hidden >= 1 << 18 else 1
     for share in prange(gate_parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(experts, share, gate_parts)
         share_vector(fp32, _FP32, gate_w, gate_w, experts, hidden, n0, n1, address(x_TD) + step, logits_TE, lanes, wide)
 
@@ -175,7 +174,7 @@ def moe_kernel(markers, x_TD, image_T, gate, weights, sizes, settings, room, out
     gate_PI, up_PI = np.empty((pairs, inner), np.float32), np.empty((pairs, inner), np.float32)
     gate_TS, up_TS = np.empty((rows, shared), np.float32), np.empty((rows, shared), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(inner, share, parts)
         for e in range(experts):
             p0, p1 = first_E[e], first_E[e + 1]
@@ -200,7 +199,7 @@ def moe_kernel(markers, x_TD, image_T, gate, weights, sizes, settings, room, out
     h_P = address(hidden_PI) + np.arange(pairs) * (inner * 4)
     h_T = address(hidden_TS) + np.arange(rows) * (shared * 4)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(hidden, share, parts)
         for e in range(experts):
             p0, p1 = first_E[e], first_E[e + 1]
