@@ -53,16 +53,20 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Attention output [T, D] in the activation dtype."""
         qr, q, kv = self.latents(x_TD, rows, run)
-        if self.compressor is not None:
-            self.compressor(x_TD, rows, run)
-        if self.indexer is not None:
-            carry.topk_TK = self.indexer(x_TD, qr, rows, carry, run)
+        self.global_kv(x_TD, qr, rows, carry, run)
         out = []
         for seg, q_n, kv_n in zip(rows.segments, rows.split(q), rows.split(kv), strict=True):
             window = run.kv.window(self.role.layer_id, seg, kv_n, run.tap)
             topk = carry.topk_TK[seg.rows] if self.compressed and carry.topk_TK is not None else None
             out.append(run.kv.attend(self.role.kv_source, seg, q_n, window, topk, self.sink))
         return self.project(torch.cat(out), rows, run)
+
+    def global_kv(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> None:
+        """What a source compresses, and what an index source chooses."""
+        if self.compressor is not None:
+            self.compressor(x_TD, rows, run)
+        if self.indexer is not None:
+            carry.topk_TK = self.indexer(x_TD, qr_TQ, rows, carry, run)
 
     def latents(self, x_TD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Normed q latent [T, Q], queries [T, H, C], window KV [T, C] before its quantiser."""
@@ -101,10 +105,14 @@ class Attention(nn.Module):
         """Rows that take the fused projections: where there are any, every short row, whatever stands beside them."""
         if not rows.short_rows or regions is None:
             return 0
+        return 0 if self.packed_for(regions) is None else rows.short_rows
+
+    def packed_for(self, regions: Regions) -> Any:
+        """The projections as the regions take them; None where there are none for them."""
         if self._packed is NOT_YET:
             parts = (self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b, self.q_norm, self.kv_norm)
             self._packed = regions.pack_attention(*parts, eps=self.eps, heads=self.heads)
-        return 0 if self._packed is None else rows.short_rows
+        return self._packed
 
     def _project_by_op(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:
         # Native rounds before *and* after the inverse rotation (SPEC 3).

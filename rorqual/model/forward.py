@@ -24,6 +24,7 @@ from rorqual.model.ngram import BEFORE, compress_ids
 from rorqual.model.pending import Crossing, cat_masks, decoder_rows, join
 from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, short_first
 from rorqual.model.run import Carry, Run
+from rorqual.model.short import ShortLayers
 from rorqual.model.step import SequenceOutput, SequenceStep
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
@@ -63,6 +64,8 @@ def forward(
     ops = model.backend.ops()
     kv = PagedKV(model.config, cache, ops, model.numerics.native)
     run = Run(ops=ops, numerics=model.numerics, kv=kv, tap=tap or Tap(), stale_decode=stale_decode)
+    if run.regions is not None:
+        run.short = ShortLayers(kv, run.regions)
     with torch.inference_mode():
         flow = enter(model, cache, steps, run)
         body = model.backbone

@@ -69,7 +69,7 @@ class PagedKV:
         self.main_fmt = FORMATS[config.cache.main]
         self.index_fmt = FORMATS[config.cache.index_key]
 
-    def _span_start(self, layer: int, seg: Segment) -> int:
+    def span_start(self, layer: int, seg: Segment) -> int:
         """First window position that the segment may read: its floor, its reach, and what the ring still holds."""
         slots = self.cache.slots
         state = slots.states[seg.slot]
@@ -80,7 +80,7 @@ class PagedKV:
         return min(seg.start, max(seg.window_floor, reach, span.held_from(slots.rings.rows), 0))
 
     def window(self, layer: int, seg: Segment, kv_nC: Tensor, tap: Tap) -> tuple[Tensor, int]:
-        rings, base = self.cache.slots.rings, self._span_start(layer, seg)
+        rings, base = self.cache.slots.rings, self.span_start(layer, seg)
         if not tap.active and self.ops.regions is not None:
             keys = self.ops.regions.window(rings.data[layer, seg.slot], self.window_fmt, kv_nC, seg.start, base)
             if keys is not None:

@@ -68,6 +68,7 @@ class Layer(nn.Module):
         self.attn = Attention(config, role, freqs, scope.scope("attn"))
         experts = config.dspark_n_routed_experts if draft else config.n_routed_experts
         per_token = config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok
+        self._packed: Any = NOT_YET
         self.ffn = MoE(config, scope.scope("ffn"), experts=experts, per_token=per_token, draft=draft)
 
     def enter(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor]:
@@ -93,6 +94,9 @@ class Layer(nn.Module):
         """(stream, pre) entering the block -> (stream, pre) leaving it."""
         name = self.name
         x, pre = self.enter(x_TSD, pre_TS, rows, run)
+        whole = None if run.short is None else run.short.forward(self, x, pre, rows, carry, run)
+        if whole is not None:
+            return whole
         x, inner, ffn_pre, post, comb = self.enter_sublayer("attn", x, pre, None, rows, run)
         out = run.record(f"{name}.attn_out", self.attn(inner, rows, carry, run), rows)
         x, inner, next_pre, post, comb = self.enter_sublayer("ffn", x, ffn_pre, (out, post, comb), rows, run)
@@ -101,6 +105,17 @@ class Layer(nn.Module):
         if self.last or self.role.part is Part.DRAFT:
             x = run.record(f"{name}.x_out", x, rows)
         return x, run.record(f"{name}.pre_out", next_pre, rows)
+
+    def packed_for(self, regions: Regions, run: Run) -> Any:
+        """The layer as the regions of whole layers take it; None where there are none for it."""
+        if self._packed is NOT_YET:
+            mixes = (
+                self.attn_mix.packed_for(regions, self.attn_norm, self.eps),
+                self.ffn_mix.packed_for(regions, self.ffn_norm, self.eps),
+            )
+            parts = self.attn.packed_for(regions), self.ffn.packed_for(regions), self.attn.sink
+            self._packed = regions.pack_layer(*mixes, *parts, run.numerics.native)
+        return self._packed
 
     def enter_sublayer(
         self, kind: str, x_TSD: Tensor, pre_TS: Tensor, written: Written | None, rows: Rows, run: Run

@@ -50,7 +50,7 @@ class MoE(nn.Module):
         """Output [T, D] in the activation dtype; the sum over experts is fp32, rounded once."""
         # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
         regions = run.regions
-        short = rows.short_rows if regions is not None and self._packed_for(regions) is not None else 0
+        short = rows.short_rows if regions is not None and self.packed_for(regions) is not None else 0
         if regions is None or not short:
             return self._by_op(x_TD, rows, run, name)
         image = None if rows.image_T is None or self.bias_vl is None else rows.image_T[:short]
@@ -59,7 +59,7 @@ class MoE(nn.Module):
             return run.numerics.round(total)
         return torch.cat((run.numerics.round(total), self._by_op(x_TD[short:], rows.without_short(), run, name)))
 
-    def _packed_for(self, regions: Regions) -> Any:
+    def packed_for(self, regions: Regions) -> Any:
         """The layer as the region takes it; None where there is none for it."""
         if self._packed is NOT_YET:
             self._packed = self.experts and regions.pack_moe(

@@ -13,6 +13,7 @@ from rorqual.formats.weights import Weight
 from rorqual.model.kv import KVStore
 from rorqual.model.numerics import Numerics
 from rorqual.model.rows import Rows
+from rorqual.model.short import ShortLayers
 from rorqual.model.tap import Tap
 from rorqual.ops.dispatch import Ops, Regions
 
@@ -53,6 +54,8 @@ class Run:
     tap: Tap
     stale_decode: bool = False
     hooks: Hooks | None = None
+    short: ShortLayers | None = None
+    """None where every layer goes region by region, or op by op."""
 
     @property
     def regions(self) -> Regions | None:

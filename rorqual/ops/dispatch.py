@@ -73,6 +73,14 @@ class Regions:
     """`model.indexer.Indexer.queries`."""
     index_choose: Callable[..., tuple[Tensor, Tensor] | None]
     """`model.indexer.Query`'s `from_all` and `from_pool`."""
+    pack_layer: Callable[..., Any]
+    place: Callable[..., Any]
+    """What the layers of a step share."""
+    reads: Callable[..., bool]
+    """Whether there is a kernel of whole layers for a cache."""
+    begin: Callable[..., Any]
+    finish: Callable[..., tuple[Tensor, Tensor]]
+    """The two halves of `model.layer.Layer.forward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +173,7 @@ def _regions(path: Path) -> Regions | None:
         index_choice,
         index_rows,
         latent_rows,
+        layer_rows,
         linear,
         moe_rows,
         window,
@@ -188,6 +197,11 @@ def _regions(path: Path) -> Regions | None:
         pack_indexer=index_rows.IndexRows.of,
         index_queries=index_rows.queries,
         index_choose=partial(index_choice.choose, path=path),
+        pack_layer=layer_rows.LayerRows.of,
+        place=layer_rows.Placed,
+        reads=layer_rows.reads,
+        begin=layer_rows.begin,
+        finish=layer_rows.finish,
     )
 
 
@@ -233,6 +247,7 @@ def _steps() -> list[Callable[[], None]]:
         index_rows,
         index_scores,
         latent_rows,
+        layer_rows,
         linear,
         moe_rows,
         norm,
@@ -242,7 +257,17 @@ def _steps() -> list[Callable[[], None]]:
 
     path = cpu.best_path()
     ops = (attention, index_scores, topk, gather, linear)
-    regions = (hyper_rows, latent_rows, moe_rows, window, engram_rows, compress_rows, index_rows, index_choice)
+    regions = (
+        hyper_rows,
+        latent_rows,
+        moe_rows,
+        window,
+        engram_rows,
+        compress_rows,
+        index_rows,
+        index_choice,
+        layer_rows,
+    )
     by_path = (module.kernels(path) for module in (*ops, *regions))
     kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]

@@ -140,7 +140,7 @@ def _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale
 
 
 @kernel(SIGNATURE, parallel=True)
-def _attend_rows(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
+def attend_rows(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
     for task in prange(tasks):
         _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale, native, out)
 
@@ -178,15 +178,25 @@ def _split_output(row, head, channel, sizes, spans, held, keys, logits, denomina
         _divide(out, to, channels, vecs, denominators, row * stride + head, count)
 
 
-@kernel(SIGNATURE, parallel=True)
-def _attend_split(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
+def split_sizes(rows: Any, channels: Any, chosen: Any, window: Any, stride: Any) -> tuple[Any, ...]:
+    """fp32 values of the room that `attend_split` works in, array by array."""
+    slots = window + chosen
+    return rows * stride * channels, LANES * channels, rows * chosen * channels, rows * slots * stride, rows * stride
+
+
+_split_sizes = inlined(split_sizes)
+
+
+@kernel(SIGNATURE[:-1] + ", float32[::1])", parallel=True)
+def attend_split(q, positions, near, region, topk, sink, heads, scale, native, tasks, out, room):
     rows, stride, held = positions.size, sink.size, near[0]
     channels, chosen, panels = q.size // (rows * heads), topk.size // rows, stride // LANES
     slots = near[3] + chosen
     sizes = (channels, chosen, stride, slots)
-    turned, padded = np.empty(rows * stride * channels, np.float32), np.empty(LANES * channels, np.float32)
-    keys, groups = np.empty(rows * chosen * channels, np.float32), np.empty(rows * chosen, np.int64)
-    logits, denominators = np.empty(rows * slots * stride, np.float32), np.empty(rows * stride, np.float32)
+    a, b, c, d, e = _split_sizes(rows, channels, chosen, near[3], stride)
+    turned, padded, keys = room[:a], room[a : a + b], room[a + b : a + b + c]
+    logits, denominators = room[a + b + c : a + b + c + d], room[a + b + c + d : a + b + c + d + e]
+    groups = np.empty(rows * chosen, np.int64)
     spans = np.empty(3 * rows, np.int64)
     for row in range(rows):
         spans[3 * row], spans[3 * row + 1] = window_span(positions[row], near, channels)
@@ -212,7 +222,7 @@ ALONE = 1 << 21
 
 def kernels(path: Path) -> tuple[Kernel, ...]:
     """What `sparse_attention` runs on `path`; odd head dims take the plain loops on any."""
-    return (attend_plain,) if path == "plain" else (_attend_rows, _attend_split)
+    return (attend_plain,) if path == "plain" else (attend_rows, attend_split)
 
 
 def sparse_attention(
@@ -252,13 +262,15 @@ def sparse_attention(
     vectors = (path or best_path()) != "plain" and channels % BLOCK == 0
     # Too few rows to keep every thread busy to the end.
     split = vectors and rows < 2 * workers()
-    run = _attend_split if split else _attend_rows if vectors else attend_plain
+    run = attend_split if split else attend_rows if vectors else attend_plain
     products = rows * heads * channels * (window + topk.shape[-1])
     tasks = 1 if products < ALONE else 0 if split else min(workers(), rows)
     sink = torch.nn.functional.pad(sink_H.detach(), (0, -heads % LANES))
     near = (_floats(window_LC), base, floor, window)
     inputs = (_floats(q_THC), positions_T.contiguous().numpy(), near, arrays, topk.contiguous().view(-1).numpy())
-    run(*inputs, _floats(sink), heads, np.float32(scale), native, tasks, out.view(-1).numpy(), tasks=tasks)
+    sizes = split_sizes(rows, channels, topk.shape[-1], window, sink.shape[0])
+    room = (np.empty(sum(sizes), np.float32),) if split else ()
+    run(*inputs, _floats(sink), heads, np.float32(scale), native, tasks, out.view(-1).numpy(), *room, tasks=tasks)
     return out
 
 

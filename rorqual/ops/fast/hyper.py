@@ -20,6 +20,7 @@ from rorqual.ops.fast.linear import linear, parts_of
 from rorqual.ops.fast.norm import inverse_rms
 from rorqual.ops.fast.row_kernels import part
 from rorqual.ops.fast.row_vectors import Array
+from rorqual.ops.fast.vectors import LANES, add, load, multiply, splat, store
 from rorqual.ops.reference.hyper import Coefficients, copies_of
 
 # T tokens, n copies of the residual, D hidden size, C = n D, M = (2 + n) n mixes
@@ -77,9 +78,21 @@ def split(
 
 
 @part
+def _weighted(streams: Any, width: Any, weight_n: Any, d: Any) -> Any:
+    """Sixteen channels of the weighted sum of the copies, added in order: the compiler turns no such loop round."""
+    total = multiply(splat(weight_n[0]), load(streams, d))
+    for j in range(1, weight_n.shape[0]):
+        total = add(total, multiply(splat(weight_n[j]), load(streams, j * width + d)))
+    return total
+
+
+@part
 def collapse(streams_nD: Any, pre_n: Any, out_D: Any) -> None:
     """One token's weighted sum of the copies."""
-    for d in range(out_D.shape[0]):
+    streams, width = streams_nD.reshape(-1), out_D.shape[0]
+    for d in range(0, width - width % LANES, LANES):
+        store(out_D, d, _weighted(streams, width, pre_n, d))
+    for d in range(width - width % LANES, width):
         total = pre_n[0] * streams_nD[0, d]
         for j in range(1, pre_n.shape[0]):
             total += pre_n[j] * streams_nD[j, d]
@@ -89,8 +102,12 @@ def collapse(streams_nD: Any, pre_n: Any, out_D: Any) -> None:
 @part
 def expand(out_D: Any, streams_nD: Any, post_n: Any, comb_nn: Any, result_nD: Any) -> None:
     """One token's streams after a sub-layer gave `out_D`."""
+    streams, width = streams_nD.reshape(-1), out_D.shape[0]
     for k in range(post_n.shape[0]):
-        for d in range(out_D.shape[0]):
+        for d in range(0, width - width % LANES, LANES):
+            total = _weighted(streams, width, comb_nn[:, k], d)
+            store(result_nD[k], d, add(multiply(splat(post_n[k]), load(out_D, d)), total))
+        for d in range(width - width % LANES, width):
             total = comb_nn[0, k] * streams_nD[0, d]
             for j in range(1, post_n.shape[0]):
                 total += comb_nn[j, k] * streams_nD[j, d]
@@ -136,13 +153,13 @@ def _collapse(streams_TnD: Any, pre_Tn: Any, out_TD: Any, parts: Any) -> None:
     "void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1], float32[:, :, ::1], float32[:, :, ::1], int64)",
     parallel=True,
 )
-def _expand(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_TnD: Any, parts: Any) -> None:
+def expand_kernel(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_TnD: Any, parts: Any) -> None:
     for share in prange(parts):
         for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
             expand(out_TD[t], streams_TnD[t], post_Tn[t], comb_Tnn[t], result_TnD[t])
 
 
-KERNELS = (_mix, _collapse, _expand)
+KERNELS = (_mix, _collapse, expand_kernel)
 
 
 def hyper_mix(
@@ -186,7 +203,7 @@ def hyper_expand(out_TD: Tensor, streams_TnD: Tensor, post_Tn: Tensor, comb_Tnn:
     result_TnD = torch.empty(streams_TnD.shape)
     parts = parts_of(streams_TnD.numel() * streams_TnD.shape[1])
     arrays = (_array(tensor) for tensor in (out_TD, streams_TnD, post_Tn, comb_Tnn))
-    _expand(*arrays, result_TnD.numpy(), parts, tasks=parts)
+    expand_kernel(*arrays, result_TnD.numpy(), parts, tasks=parts)
     return result_TnD
 
 

@@ -28,23 +28,24 @@ from rorqual.ops.fast.hyper import collapse, expand, split
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import inverse_rms, norm_row, round_row
-from rorqual.ops.fast.row_kernels import LANES_ROOM, WIDE_ROOM, address, columns, share_vector
+from rorqual.ops.fast.row_kernels import address, columns, rooms, share_vector
 from rorqual.ops.fast.row_vectors import FP32, Array
 
 _F32 = np.float32
 _FP32 = FP32.code, FP32.unit, FP32.scale_rows
 
 _MIXED = "Tuple((float32[:, ::1], float32[:, ::1], float32[:, :, ::1]))"
+MIX, SETTINGS = "Tuple((int64, float32[::1], float32[::1], float32[::1]))", "Tuple((float32, float32, float32, int64))"
+"""Numba types of what `MixRows` holds."""
 _SIGNATURE = (
     "void(float32[::1], float32[:, :, ::1], float32[:, ::1], Tuple((float32[:, ::1], float32[:, :, ::1])), "
-    "float32[:, ::1], Tuple((int64, float32[::1], float32[::1], float32[::1])), "
-    "Tuple((float32, float32, float32, int64)), boolean, float32[:, :, ::1], "
+    f"float32[:, ::1], {MIX}, {SETTINGS}, boolean, float32[:, :, ::1], "
     f"{_MIXED}, float32[:, ::1], int64)"
 )
 
 
 @kernel(_SIGNATURE, parallel=True)
-def _enter(fp32, x_TnD, out_TD, written, pre_Tn, mix, settings, native, y_TnD, mixed, inner_TD, parts):
+def enter_kernel(fp32, x_TnD, out_TD, written, pre_Tn, mix, settings, native, y_TnD, mixed, inner_TD, parts):
     """out_TD: of the last sub-layer, with no rows where x is to be taken as it is; written: its (post, comb).
     mix: (address of fn [M, C], scale, base, norm [D]). settings: eps of the mix's norm, of the mix, of the norm,
     iterations. y: the streams, x itself where nothing is added. mixed: (pre, post, comb) to write."""
@@ -59,7 +60,7 @@ def _enter(fp32, x_TnD, out_TD, written, pre_Tn, mix, settings, native, y_TnD, m
                     round_row(y_TnD[t, j], native)
     y_T, mixes_TM = address(y_TnD) + np.arange(rows) * (width * 4), np.empty((rows, mixes), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(mixes, share, parts)
         share_vector(fp32, _FP32, fn, fn, mixes, width, n0, n1, y_T, mixes_TM, lanes, wide)
     y_TC = y_TnD.reshape(rows, width)
@@ -73,7 +74,7 @@ def _enter(fp32, x_TnD, out_TD, written, pre_Tn, mix, settings, native, y_TnD, m
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     """What `enter` runs on `path`."""
-    return (_enter,) if has_vectors(path) else ()
+    return (enter_kernel,) if has_vectors(path) else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,7 @@ def enter(
     out, rest = (_floats(written[0]), (_floats(written[1]), _floats(written[2]))) if written else _NO_OUT
     mixed = (new_pre.numpy(), new_post.numpy(), comb.numpy())
     known, parts = (layer.mix, layer.settings, native), parts_of(x.size * (2 + copies) * copies)
-    _enter(FP32.marker, x, out, rest, pre, *known, streams.numpy(), mixed, inner.numpy(), parts, tasks=parts)
+    enter_kernel(FP32.marker, x, out, rest, pre, *known, streams.numpy(), mixed, inner.numpy(), parts, tasks=parts)
     return Entered(streams, inner, new_pre, new_post, comb)
 
 

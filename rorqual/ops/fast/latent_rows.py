@@ -30,7 +30,7 @@ from rorqual.ops.cpu import Path
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import norm_row, round_row
-from rorqual.ops.fast.row_kernels import LANES_ROOM, WIDE_ROOM, address, columns, pack_row, part, share_vector
+from rorqual.ops.fast.row_kernels import address, columns, pack_row, part, rooms, share_vector
 from rorqual.ops.fast.row_vectors import FP8, Array
 
 _F32 = np.float32
@@ -49,15 +49,15 @@ def turned(x_C, cos_r, sin_r, native):
     round_row(x_C, native)
 
 
-_ANGLES = "UniTuple(float32[:, ::1], 2)"
+ANGLES = "UniTuple(float32[:, ::1], 2)"
 _LATENTS = (
-    f"void(uint8[::1], float32[:, ::1], int64[:, ::1], UniTuple(float32[::1], 2), {_ANGLES}, float32, boolean, "
+    f"void(uint8[::1], float32[:, ::1], int64[:, ::1], UniTuple(float32[::1], 2), {ANGLES}, float32, boolean, "
     "float32[::1], float32[:, ::1], float32[:, :, ::1], float32[:, ::1], boolean[::1], int64)"
 )
 
 
 @kernel(_LATENTS, parallel=True)
-def _latents(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC, kv_TC, finite_T, parts):
+def latents_kernel(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC, kv_TC, finite_T, parts):
     """weights: addresses of codes and scales of Wq_a, Wq_b, Wkv [3, 2]. norms: q's, kv's. room: [T (D + Q)], used by
     address and so not the kernel's own. finite_T: False where native has a NaN or an Inf to quantise."""
     (rows, hidden), latent, (_, heads, channels) = x_TD.shape, qr_TQ.shape[1], q_THC.shape
@@ -68,7 +68,7 @@ def _latents(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC,
     x_T, qr_T = address(x_packed) + np.arange(rows) * (hidden * 4), address(q_packed) + np.arange(rows) * (latent * 4)
     w, s = weights[:, 0], weights[:, 1]
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(latent, share, parts)
         share_vector(fp8, _FP8, w[0], s[0], latent, hidden, n0, n1, x_T, qr_TQ, lanes, wide)
         n0, n1 = columns(channels, share, parts)
@@ -82,7 +82,7 @@ def _latents(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC,
     width = heads * channels
     q_TN = q_THC.reshape(rows, width)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         # Whole heads, so that a thread can turn what it has made; `of` rejects heads of odd eights.
         h0, h1 = heads * share // parts, heads * (share + 1) // parts
         share_vector(fp8, _FP8, w[1], s[1], width, latent, h0 * channels, h1 * channels, qr_T, q_TN, lanes, wide)
@@ -92,13 +92,13 @@ def _latents(fp8, x_TD, weights, norms, angles, eps, native, room, qr_TQ, q_THC,
 
 
 _PROJECT = (
-    f"void(uint8[::1], float32[:, :, ::1], int64[:, ::1], int64[::1], {_ANGLES}, boolean, int64, "
+    f"void(uint8[::1], float32[:, :, ::1], int64[:, ::1], int64[::1], {ANGLES}, boolean, int64, "
     "float32[::1], float32[:, ::1], boolean[::1], int64)"
 )
 
 
 @kernel(_PROJECT, parallel=True)
-def _project(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD, finite_T, parts):
+def project_kernel(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD, finite_T, parts):
     """groups: addresses of codes and scales of every group's Wo_a [G, 2]. wo_b: of Wo_b's. angles: to rotate back.
     rank: L. room: [T (H C + G L)]. o is rotated in place."""
     (rows, heads, channels), count, hidden = o_THC.shape, groups.shape[0], out_TD.shape[1]
@@ -114,7 +114,7 @@ def _project(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD, finit
         pack_row(o_RW[r], True, False, o_packed[r])
     y_GTL = np.empty((count, rows, rank), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(rank, share, parts)
         for g in range(count):
             o_T = address(o_packed) + (np.arange(rows) * count + g) * (width * 4)
@@ -127,14 +127,14 @@ def _project(fp8, o_THC, groups, wo_b, angles, native, rank, room, out_TD, finit
         finite_T[t] = pack_row(work, True, native, packed[t])
     latent_T = address(packed) + np.arange(rows) * (latent * 4)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(hidden, share, parts)
         share_vector(fp8, _FP8, wo_b[0], wo_b[1], hidden, latent, n0, n1, latent_T, out_TD, lanes, wide)
 
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     """What `latents` and `project` run on `path`."""
-    return (_latents, _project) if has_vectors(path) else ()
+    return (latents_kernel, project_kernel) if has_vectors(path) else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +206,7 @@ def latents(
     kv, finite = torch.empty(rows, layer.channels), np.empty(rows, np.bool_)
     room, parts = np.empty(rows * (layer.hidden + layer.latent), np.float32), parts_of(q.numel() * layer.latent)
     known = layer.weights, layer.norms, _arrays(cos_sin), layer.eps, native
-    _latents(FP8.marker, x.numpy(), *known, room, qr.numpy(), q.numpy(), kv.numpy(), finite, parts, tasks=parts)
+    latents_kernel(FP8.marker, x.numpy(), *known, room, qr.numpy(), q.numpy(), kv.numpy(), finite, parts, tasks=parts)
     _check(x, finite, native)
     return qr, q, kv
 
@@ -224,7 +224,7 @@ def project(o_THC: Tensor, layer: AttentionRows, cos_sin: tuple[Tensor, Tensor],
     room = np.empty(o.numel() + rows * len(layer.groups) * layer.rank, np.float32)
     (cos, sin), parts = _arrays(cos_sin), parts_of(o.numel() * layer.rank)
     known = layer.groups, layer.wo_b, (cos, -sin), native, layer.rank
-    _project(FP8.marker, o.numpy(), *known, room, out.numpy(), finite, parts, tasks=parts)
+    project_kernel(FP8.marker, o.numpy(), *known, room, out.numpy(), finite, parts, tasks=parts)
     _check(o, finite, native)
     return out
 

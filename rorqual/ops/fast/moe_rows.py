@@ -36,12 +36,11 @@ from rorqual.ops.fast.experts import activated
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.row_kernels import (
-    LANES_ROOM,
-    WIDE_ROOM,
     address,
     columns,
     pack_row,
     part,
+    rooms,
     round_bf16,
     share_vector,
 )
@@ -136,7 +135,7 @@ _SIGNATURE = (
 
 
 @kernel(_SIGNATURE, parallel=True)
-def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, finite_T, parts):
+def moe_kernel(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, finite_T, parts):
     """gate: (address, biases [2, E]: of text, of image rows). weights: addresses of the experts' codes and scales
     [3 (w1, w2, w3), E], of the shared ones' [3]. sizes: I, S, k, number of the scoring. settings: temperature, scaling,
     limit, normalise, native. room: [T (D + k I + S)]; what is used by address must outlive its last mention, which an
@@ -156,7 +155,7 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
     step = np.arange(rows) * (hidden * 4)
     gate_parts = parts if rows * experts * hidden >= 1 << 18 else 1
     for share in prange(gate_parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(experts, share, gate_parts)
         share_vector(fp32, _FP32, gate_w, gate_w, experts, hidden, n0, n1, address(x_TD) + step, logits_TE, lanes, wide)
 
@@ -175,7 +174,7 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
     gate_PI, up_PI = np.empty((pairs, inner), np.float32), np.empty((pairs, inner), np.float32)
     gate_TS, up_TS = np.empty((rows, shared), np.float32), np.empty((rows, shared), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(inner, share, parts)
         for e in range(experts):
             p0, p1 = first_E[e], first_E[e + 1]
@@ -200,7 +199,7 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
     h_P = address(hidden_PI) + np.arange(pairs) * (inner * 4)
     h_T = address(hidden_TS) + np.arange(rows) * (shared * 4)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(hidden, share, parts)
         for e in range(experts):
             p0, p1 = first_E[e], first_E[e + 1]
@@ -214,7 +213,7 @@ def _moe(markers, x_TD, image_T, gate, weights, sizes, settings, room, out_TD, f
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     """What `moe_rows` runs on `path`."""
-    return (_moe,) if has_vectors(path) else ()
+    return (moe_kernel,) if has_vectors(path) else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +297,7 @@ def moe_rows(x_TD: Tensor, layer: MoeRows, image_T: Tensor | None, native: bool)
     inner, shared, chosen, _ = layer.sizes
     room = np.empty(rows * (layer.hidden + chosen * inner + shared), np.float32)
     parts = parts_of(rows * chosen * inner * layer.hidden)
-    _moe(
+    moe_kernel(
         _MARKERS,
         x.numpy(),
         image,

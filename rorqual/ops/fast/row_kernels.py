@@ -39,6 +39,7 @@ from rorqual.ops.fast.row_vectors import (
     copy_bytes,
     expand_blocks,
     multiply_tile,
+    product_tile,
     sum_lanes,
 )
 from rorqual.ops.fast.vectors import LANES
@@ -65,8 +66,6 @@ _CHUNK = 32
 """Rows of x whose lanes are held at once."""
 _PIECE = 16
 """Blocks decoded at once into the buffer: 8 x 512 fp32 = 16 KB."""
-LANES_ROOM, WIDE_ROOM = _CHUNK * ROWS * LANES, ROWS * _PIECE * TILE
-"""fp32 values of the room that `share_vector` works in."""
 
 
 @part
@@ -74,6 +73,14 @@ def address(array: Any) -> Any:
     """Of an array's first element, for functions that take addresses."""
     # Signed: numba adds uint64 to int64 as floats.
     return np.int64(array.ctypes.data)
+
+
+@part
+def rooms(rows: Any) -> Any:
+    """What `share_vector` works in, for so many rows of x: lanes, and a decoded piece. No more than there is use for,
+    because memory that comes and goes costs page faults."""
+    wide = np.empty(ROWS * _PIECE * TILE if rows > _FUSED else 0, np.float32)
+    return np.empty(min(rows, _CHUNK) * ROWS * LANES, np.float32), wide
 
 
 @part
@@ -123,10 +130,28 @@ def _multiply_eight(
 
 
 @part
+def _share_few(
+    marker: Any, y_PN: Any, first: Any, w: Any, w_step: Any, s: Any, s_step: Any, x_P: Any, blocks: Any
+) -> None:
+    """Eight output columns of few rows of x, all of K at once."""
+    y_step, ahead = y_PN.shape[1] * 4, w + ROWS * w_step
+    for p in range(0, x_P.shape[0], 3):
+        left, y = x_P.shape[0] - p, address(y_PN) + p * y_step + first * 4
+        if left == 1:
+            product_tile(marker, y, y_step, w, w_step, s, s_step, (x_P[p],), blocks, ahead)
+        elif left == 2:
+            product_tile(marker, y, y_step, w, w_step, s, s_step, (x_P[p], x_P[p + 1]), blocks, ahead)
+        else:
+            triple = (x_P[p], x_P[p + 1], x_P[p + 2])
+            product_tile(marker, y, y_step, w, w_step, s, s_step, triple, blocks, ahead)
+
+
+@part
 def share_vector(
     marker: Any, form: Any, w: Any, s: Any, n: Any, k: Any, n0: Any, n1: Any, x_P: Any, y_PN: Any, lanes: Any, wide: Any
 ) -> None:
-    """Output columns [n0, n1) of one weight times rows of x; n0 is a multiple of eight. `lanes` and `wide` are room."""
+    """Output columns [n0, n1) of one weight times rows of x; n0 is a multiple of eight. `lanes` and `wide` are `rooms`
+    for these rows or more; y_PN is contiguous, and mentioned by the caller afterwards, as it is used by address."""
     _, unit, scale_rows = form
     blocks, row_bytes, scale_bytes = (k + TILE - 1) // TILE, k * unit // TILE, _scale_offset(scale_rows, 1, k)
     for first in range(n0, n1, ROWS):
@@ -134,6 +159,9 @@ def share_vector(
         codes, scales = w + first * row_bytes, s + _scale_offset(scale_rows, first, k)
         # Nothing past the weight may be read: ragged edges are completed with zeros in a buffer.
         ragged = rows < ROWS or blocks * unit > row_bytes
+        if not ragged and x_P.shape[0] <= _FUSED:
+            _share_few(marker, y_PN, first, codes, step, scales, scale_bytes, x_P, blocks)
+            continue
         spare = np.zeros((ROWS if ragged else 0) * (blocks * unit + scale_bytes), np.uint8)
         if ragged:
             step = blocks * unit
@@ -172,7 +200,7 @@ def _multiply_vector(
     for share in prange(parts):
         n0, n1 = columns(n, share, parts)
         x_P = address(x_TK) + row_P * (x_TK.shape[1] * 4)
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(row_P.shape[0])
         for j in range(w_J.shape[0]):
             x, y = x_P[first_J[j] : last_J[j]], y_PN[first_J[j] : last_J[j]]
             share_vector(marker, form, w_J[j], s_J[j], n, k, n0, n1, x, y, lanes, wide)

@@ -156,32 +156,84 @@ def multiply_tile(
     kind, rows = KINDS[str(marker.dtype)], len(x)
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _, lanes, w, w_step, s, s_step, x, blocks, ahead = args
-        w_N = [_at(b, w, b.mul(w_step, const(I64, n))) for n in range(ROWS)]
-        s_N = [_at(b, s, b.mul(s_step, const(I64, n))) for n in range(ROWS)]
+        _, lanes, *tile = args
         slots = [_at(b, lanes, i, LANE_BYTES) for i in range(rows * ROWS)]
-        # Stack slots in name only: LLVM keeps them in registers across the loop.
-        sums = [_cgutils.alloca_once_value(b, _load(b, slot, VECTOR_F32)) for slot in slots]
-        with _cgutils.for_range(b, blocks) as loop:
-            tile_bytes = ROWS * kind.unit
-            for line in range(0, 0 if kind is FP32 else tile_bytes, LANE_BYTES):
-                _prefetch(b, _at(b, _at(b, ahead, loop.index, tile_bytes), line))
-            x_R = [_decode_fp32(b, _at(b, address, loop.index, BLOCK_BYTES)) for address in _cgutils.unpack_tuple(b, x)]
-            scale = kind.scale(b, s, loop.index)
-            for n in range(ROWS):
-                if kind is FP4:
-                    scale = kind.scale(b, s_N[n], loop.index)
-                w_halves = kind.decode(b, _at(b, w_N[n], loop.index, kind.unit), scale)
-                for r, x_halves in enumerate(x_R):
-                    total = b.load(sums[r * ROWS + n])
-                    for w_half, x_half in zip(w_halves, x_halves, strict=True):
-                        total = emit_fma(b, w_half, x_half, total)
-                    b.store(total, sums[r * ROWS + n])
-        for total, slot in zip(sums, slots, strict=True):
-            _store(b, b.load(total), slot)
+        for total, slot in zip(_add_tile(b, kind, [_load(b, s, VECTOR_F32) for s in slots], *tile), slots, strict=True):
+            _store(b, total, slot)
         return context.get_dummy_value()
 
     return types.void(marker, *[types.int64] * 5, x, types.int64, types.int64), emit
+
+
+@_intrinsic
+def product_tile(
+    context: Any,
+    marker: Any,
+    y: Any,
+    y_step: Any,
+    w: Any,
+    w_step: Any,
+    s: Any,
+    s_step: Any,
+    x: Any,
+    blocks: Any,
+    ahead: Any,
+) -> Any:
+    """Products of eight weight rows with len(x) rows of x, fp32 [8] each, y_step bytes apart: what `multiply_tile` on
+    empty lanes and `sum_lanes` give, without leaving the registers."""
+    kind, rows = KINDS[str(marker.dtype)], len(x)
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _, y, y_step, *tile = args
+        sums = _add_tile(b, kind, [const(VECTOR_F32, 0.0)] * (rows * ROWS), *tile)
+        for r in range(rows):
+            out = _sum_eight(b, sums[r * ROWS : (r + 1) * ROWS])
+            _store(b, out, _at(b, y, b.mul(y_step, const(I64, r))))
+        return context.get_dummy_value()
+
+    return types.void(marker, *[types.int64] * 6, x, types.int64, types.int64), emit
+
+
+def _add_tile(
+    b: Any, kind: Kind, sums: list[Any], w: Any, w_step: Any, s: Any, s_step: Any, x: Any, blocks: Any, ahead: Any
+) -> list[Any]:
+    """Lanes [rows of x, 8] as they were plus those of the blocks."""
+    w_N = [_at(b, w, b.mul(w_step, const(I64, n))) for n in range(ROWS)]
+    s_N = [_at(b, s, b.mul(s_step, const(I64, n))) for n in range(ROWS)]
+    # Stack slots in name only: LLVM keeps them in registers across the loop.
+    slots = [_cgutils.alloca_once_value(b, total) for total in sums]
+    with _cgutils.for_range(b, blocks) as loop:
+        tile_bytes = ROWS * kind.unit
+        for line in range(0, 0 if kind is FP32 else tile_bytes, LANE_BYTES):
+            _prefetch(b, _at(b, _at(b, ahead, loop.index, tile_bytes), line))
+        x_R = [_decode_fp32(b, _at(b, address, loop.index, BLOCK_BYTES)) for address in _cgutils.unpack_tuple(b, x)]
+        scale = kind.scale(b, s, loop.index)
+        for n in range(ROWS):
+            if kind is FP4:
+                scale = kind.scale(b, s_N[n], loop.index)
+            w_halves = kind.decode(b, _at(b, w_N[n], loop.index, kind.unit), scale)
+            for r, x_halves in enumerate(x_R):
+                total = b.load(slots[r * ROWS + n])
+                for w_half, x_half in zip(w_halves, x_halves, strict=True):
+                    total = emit_fma(b, w_half, x_half, total)
+                b.store(total, slots[r * ROWS + n])
+    return [b.load(slot) for slot in slots]
+
+
+def _sum_eight(b: Any, rows: list[Any]) -> Any:
+    """`sum_lanes` of eight vectors at once, fp32 [8]: two vectors' halves lie side by side before they are added."""
+    width = LANES
+    while len(rows) > 1 or width > 1:
+        width //= 2
+        low = [i for i in range(2 * LANES) if i // width % 2 == 0]
+        if len(rows) == 1:
+            low = low[: LANES // 2]
+        pairs = [(rows[i], rows[min(i + 1, len(rows) - 1)]) for i in range(0, len(rows), 2)]
+        rows = [
+            b.fadd(b.shuffle_vector(x, y, pick(low)), b.shuffle_vector(x, y, pick([i + width for i in low])))
+            for x, y in pairs
+        ]
+    return rows[0]
 
 
 @_intrinsic

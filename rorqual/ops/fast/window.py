@@ -22,13 +22,13 @@ from rorqual.ops.fast.decode import BLOCK, E8M0, decode_row
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 
 _U32 = np.uint32
-_GEOMETRY = np.array((0, 0, 0, 0, 0, 0, 0, BLOCK), dtype=np.int64)
+GEOMETRY = np.array((0, 0, 0, 0, 0, 0, 0, BLOCK), dtype=np.int64)
 """Of `decode.decode_row`: neither E2M1, nor pages."""
-_NO_TABLE = np.zeros(0, np.int64)
+NO_TABLE = np.zeros(0, np.int64)
 
 
 @kernel("boolean(uint8[:, ::1], uint32[:, ::1], int64, int64, int64[::1], int64[::1], float32[::1], float32[::1])")
-def _window(ring_RB, bits_nC, start, base, geometry, table, scales, keys):
+def window_kernel(ring_RB, bits_nC, start, base, geometry, table, scales, keys):
     rows, (count, channels) = ring_RB.shape[0], bits_nC.shape
     codes, exponents = np.empty((count, channels), np.uint8), np.empty((count, channels // 32), np.uint8)
     # First of all, so that a NaN leaves the ring as it is.
@@ -49,7 +49,7 @@ def _window(ring_RB, bits_nC, start, base, geometry, table, scales, keys):
 
 def kernels(path: Path) -> tuple[Kernel, ...]:
     """What `window_rows` runs on `path`."""
-    return () if path == "plain" else (_window,)
+    return () if path == "plain" else (window_kernel,)
 
 
 def window_rows(
@@ -69,6 +69,6 @@ def window_rows(
     kv = kv_nC.detach().to(torch.float32).contiguous()
     keys = torch.empty(start + count - base, channels)
     bits = kv.numpy().view(np.uint32)
-    if not _window(ring_RB.numpy(), bits, start, base, _GEOMETRY, _NO_TABLE, E8M0, keys.view(-1).numpy()):
+    if not window_kernel(ring_RB.numpy(), bits, start, base, GEOMETRY, NO_TABLE, E8M0, keys.view(-1).numpy()):
         check_finite(kv_nC, fmt)
     return keys
