@@ -121,7 +121,7 @@ def fast_ops(path: Path | None = None) -> Ops:
     """
     # Numba and LLVM take half a second to import; who asks for plain ops does without.
     from rorqual.ops import cpu
-    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, topk
+    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, rope, topk
 
     path = cpu.best_path() if path is None else cpu.check_path(path)
     return Ops(
@@ -204,6 +204,7 @@ def _steps() -> list[Callable[[], None]]:
         linear,
         moe_rows,
         norm,
+        rope,
         topk,
         window,
     )
@@ -211,7 +212,7 @@ def _steps() -> list[Callable[[], None]]:
     path = cpu.best_path()
     modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window)
     by_path = (module.kernels(path) for module in modules)
-    kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
+    kernels = itertools.chain(*by_path, experts.kernels(path), norm.KERNELS, hyper.KERNELS, rope.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
 
 

@@ -23,12 +23,14 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import TILE, Weight
 from rorqual.ops.cpu import Path
+from rorqual.ops.fast import expert_panels
 from rorqual.ops.fast.expert_panels import hidden_panels
-from rorqual.ops.fast.kernel import kernel, refuse_gradients
+from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import (
     GEMM_ROWS,
     addresses_of,
     form_of,
+    has_vectors,
     in_panels,
     kind_of,
     multiply_rows,
@@ -101,7 +103,9 @@ def _combine(y_PD: Any, pair_Tk: Any, native: Any, out_TD: Any, parts: Any) -> N
                 out_TD[t, i] = total
 
 
-KERNELS = (_activate, _combine)
+def kernels(path: Path) -> tuple[Kernel, ...]:
+    """What `experts` runs on `path`, beside those of `linear`."""
+    return (_activate, _combine, *(expert_panels.KERNELS if has_vectors(path) else ()))
 
 
 def experts(

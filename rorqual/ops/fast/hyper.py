@@ -15,11 +15,12 @@ from torch import Tensor
 
 from rorqual.formats.weights import DenseWeight
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.kernel import kernel, refuse_gradients
+from rorqual.ops.fast.kernel import inlined, kernel, refuse_gradients
 from rorqual.ops.fast.linear import linear, parts_of
 from rorqual.ops.fast.norm import inverse_rms
 from rorqual.ops.fast.row_kernels import part
 from rorqual.ops.fast.row_vectors import Array
+from rorqual.ops.fast.vectors import LANES, add, load, multiply, splat, store
 from rorqual.ops.reference.hyper import Coefficients, copies_of
 
 # T tokens, n copies of the residual, D hidden size, C = n D, M = (2 + n) n mixes
@@ -125,21 +126,57 @@ def _mix(
             split(mixes_TM[t], factor, scale_3, base_M, hc_eps, iters, pre_Tn[t], post_Tn[t], comb_Tnn[t])
 
 
-@kernel("void(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], int64)", parallel=True)
-def _collapse(streams_TnD: Any, pre_Tn: Any, out_TD: Any, parts: Any) -> None:
+@inlined
+def _collapse_vectors(streams: Any, pre: Any, t: Any, n: Any, width: Any, out: Any) -> None:
+    """`collapse` of token t over flat arrays, sixteen channels at a time; the last few alone."""
+    at, whole = t * n * width, width // LANES * LANES
+    for d in range(0, whole, LANES):
+        total = multiply(splat(pre[t * n]), load(streams, at + d))
+        for j in range(1, n):
+            total = add(total, multiply(splat(pre[t * n + j]), load(streams, at + j * width + d)))
+        store(out, t * width + d, total)
+    for d in range(whole, width):
+        rest = pre[t * n] * streams[at + d]
+        for j in range(1, n):
+            rest += pre[t * n + j] * streams[at + j * width + d]
+        out[t * width + d] = rest
+
+
+@inlined
+def _expand_vectors(
+    out: Any, streams: Any, post: Any, comb: Any, t: Any, n: Any, k: Any, width: Any, result: Any
+) -> None:
+    """Copy k of `expand` of token t, as `_collapse_vectors`."""
+    at, to, weights, whole = t * n * width, (t * n + k) * width, t * n * n + k, width // LANES * LANES
+    for d in range(0, whole, LANES):
+        total = multiply(splat(comb[weights]), load(streams, at + d))
+        for j in range(1, n):
+            total = add(total, multiply(splat(comb[weights + j * n]), load(streams, at + j * width + d)))
+        store(result, to + d, add(multiply(splat(post[t * n + k]), load(out, t * width + d)), total))
+    for d in range(whole, width):
+        rest = comb[weights] * streams[at + d]
+        for j in range(1, n):
+            rest += comb[weights + j * n] * streams[at + j * width + d]
+        result[to + d] = post[t * n + k] * out[t * width + d] + rest
+
+
+@kernel("void(float32[::1], float32[::1], int64, int64, float32[::1], int64)", parallel=True)
+def _collapse(streams: Any, pre: Any, tokens: Any, width: Any, out: Any, parts: Any) -> None:
     for share in prange(parts):
-        for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
-            collapse(streams_TnD[t], pre_Tn[t], out_TD[t])
+        for t in range(tokens * share // parts, tokens * (share + 1) // parts):
+            _collapse_vectors(streams, pre, t, pre.size // tokens, width, out)
 
 
 @kernel(
-    "void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1], float32[:, :, ::1], float32[:, :, ::1], int64)",
-    parallel=True,
+    "void(float32[::1], float32[::1], float32[::1], float32[::1], int64, int64, float32[::1], int64)", parallel=True
 )
-def _expand(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_TnD: Any, parts: Any) -> None:
+def _expand(
+    out: Any, streams: Any, post: Any, comb: Any, tokens: Any, width: Any, result: Any, parts: Any
+) -> None:
     for share in prange(parts):
-        for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
-            expand(out_TD[t], streams_TnD[t], post_Tn[t], comb_Tnn[t], result_TnD[t])
+        for t in range(tokens * share // parts, tokens * (share + 1) // parts):
+            for k in range(post.size // tokens):
+                _expand_vectors(out, streams, post, comb, t, post.size // tokens, k, width, result)
 
 
 KERNELS = (_mix, _collapse, _expand)
@@ -175,18 +212,22 @@ def split_mixes(
 def hyper_collapse(streams_TnD: Tensor, pre_Tn: Tensor) -> Tensor:
     """As the plain `hyper_collapse`, bit for bit, without gradients."""
     refuse_gradients(streams_TnD, pre_Tn)
-    out_TD, parts = torch.empty(streams_TnD.shape[0], streams_TnD.shape[2]), parts_of(streams_TnD.numel())
-    _collapse(_array(streams_TnD), _array(pre_Tn), out_TD.numpy(), parts, tasks=parts)
+    tokens, _, width = streams_TnD.shape
+    out_TD, parts = torch.empty(tokens, width), parts_of(streams_TnD.numel())
+    if tokens:
+        inputs = _flat(streams_TnD), _flat(pre_Tn)
+        _collapse(*inputs, tokens, width, out_TD.view(-1).numpy(), parts, tasks=parts)
     return out_TD
 
 
 def hyper_expand(out_TD: Tensor, streams_TnD: Tensor, post_Tn: Tensor, comb_Tnn: Tensor) -> Tensor:
     """As the plain `hyper_expand`, bit for bit, without gradients."""
     refuse_gradients(out_TD, streams_TnD, post_Tn, comb_Tnn)
-    result_TnD = torch.empty(streams_TnD.shape)
-    parts = parts_of(streams_TnD.numel() * streams_TnD.shape[1])
-    arrays = (_array(tensor) for tensor in (out_TD, streams_TnD, post_Tn, comb_Tnn))
-    _expand(*arrays, result_TnD.numpy(), parts, tasks=parts)
+    tokens, copies, width = streams_TnD.shape
+    result_TnD, parts = torch.empty(streams_TnD.shape), parts_of(streams_TnD.numel() * copies)
+    if tokens:
+        inputs = (_flat(tensor) for tensor in (out_TD, streams_TnD, post_Tn, comb_Tnn))
+        _expand(*inputs, tokens, width, result_TnD.view(-1).numpy(), parts, tasks=parts)
     return result_TnD
 
 
@@ -204,3 +245,7 @@ def _coefficients(
 
 def _array(tensor: Tensor) -> Array:
     return tensor.detach().to(torch.float32).contiguous().numpy()
+
+
+def _flat(tensor: Tensor) -> Array:
+    return tensor.detach().to(torch.float32).contiguous().view(-1).numpy()
