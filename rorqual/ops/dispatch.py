@@ -140,7 +140,7 @@ def fast_ops(path: Path | None = None) -> Ops:
     """
     # Numba and LLVM take half a second to import; who asks for plain ops does without.
     from rorqual.ops import cpu
-    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, topk
+    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, rope, topk
 
     path = cpu.best_path() if path is None else cpu.check_path(path)
     return Ops(
@@ -251,6 +251,7 @@ def _steps() -> list[Callable[[], None]]:
         linear,
         moe_rows,
         norm,
+        rope,
         topk,
         window,
     )
@@ -269,7 +270,7 @@ def _steps() -> list[Callable[[], None]]:
         layer_rows,
     )
     by_path = (module.kernels(path) for module in (*ops, *regions))
-    kernels = itertools.chain(*by_path, experts.KERNELS, norm.KERNELS, hyper.KERNELS)
+    kernels = itertools.chain(*by_path, experts.kernels(path), norm.KERNELS, hyper.KERNELS, rope.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
 
 

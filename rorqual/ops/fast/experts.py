@@ -10,7 +10,7 @@ T rows, k slots a row, P pairs, J experts that were chosen, I expert width, D in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,15 +23,22 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import TILE, Weight
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.kernel import kernel, refuse_gradients
+from rorqual.ops.fast import expert_panels
+from rorqual.ops.fast.expert_panels import hidden_panels
+from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import (
     GEMM_ROWS,
+    addresses_of,
+    form_of,
+    has_vectors,
+    in_panels,
     kind_of,
     multiply_rows,
     multiply_tiles,
     pack_rows,
     parts_of,
 )
+from rorqual.ops.fast.panels import multiply_panels, pack_panels, places
 from rorqual.ops.fast.row_kernels import pack_row, part, round_bf16
 from rorqual.ops.fast.row_vectors import FP32, Array
 
@@ -39,6 +46,9 @@ PASS_BYTES = 256 << 20
 """Outputs of pairs held at once, before their sum."""
 BATCH_BYTES = 64 << 20
 """Gates, ups and hidden values held at once, unless one expert alone needs more."""
+
+PANEL_ROWS = 12
+"""From this many rows of an expert on, panels beat the row kernel."""
 
 _F32 = np.float32
 
@@ -93,7 +103,9 @@ def _combine(y_PD: Any, pair_Tk: Any, native: Any, out_TD: Any, parts: Any) -> N
                 out_TD[t, i] = total
 
 
-KERNELS = (_activate, _combine)
+def kernels(path: Path) -> tuple[Kernel, ...]:
+    """What `experts` runs on `path`, beside those of `linear`."""
+    return (_activate, _combine, *(expert_panels.KERNELS if has_vectors(path) else ()))
 
 
 def experts(
@@ -112,12 +124,12 @@ def experts(
     """As the plain `experts`, without gradients. All experts have one kind and shape. `path` as in `linear`."""
     refuse_gradients(x_TK, routing_weight_Tk)
     layer = _Layer(w1=w1, w2=w2, w3=w3, limit=limit, native=native, path=path)
-    x = pack_rows(x_TK, kind_of(w1[0]), native and kind_of(w1[0]).scale_rows > 0)
+    x_TK = x_TK.detach().to(torch.float32).contiguous()
     index_Tk = expert_index_Tk.contiguous().numpy()
     weight_Tk = routing_weight_Tk.detach().to(torch.float32).contiguous().numpy()
     out_TD = torch.empty(x_TK.shape[0], w2[0].shape[0])
     for rows, short in _passes(x_TK.shape[0], short_rows, 4 * index_Tk.shape[1] * out_TD.shape[1]):
-        layer.run(x[rows], index_Tk[rows], weight_Tk[rows], out_TD[rows].numpy(), None if short else GEMM_ROWS)
+        layer.run(x_TK[rows], index_Tk[rows], weight_Tk[rows], out_TD[rows].numpy(), short)
     return out_TD
 
 
@@ -128,13 +140,22 @@ class _Sorted(NamedTuple):
     first: Array
     last: Array
 
+    def cut(self, experts: slice) -> _Sorted:
+        """Some of the experts, with the pairs they have."""
+        return _Sorted(*(field[experts] for field in self))
+
     def batches(self, most: int) -> Iterator[_Sorted]:
         """Runs of experts with at most so many pairs together, or one expert with more."""
         start = 0
         while start < len(self.experts):
             end = max(start + 1, int(np.searchsorted(self.last, self.first[start] + most, side="right")))
-            yield _Sorted(*(field[start:end] for field in self))
+            yield self.cut(slice(start, end))
             start = end
+
+
+_Batch = tuple[_Sorted, Array, Array, Array]
+_Multiply = Callable[[Sequence[Weight], _Sorted, Array, Array, Array], None]
+"""(weights, pairs, x, row_P, y): the products of each expert's weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,47 +167,93 @@ class _Layer:
     native: bool
     path: Path | None
 
-    def run(self, x: Array, index_Tk: Array, weight_Tk: Array, out_TD: Array, gemm_rows: int | None) -> None:
-        """One pass. Experts with at least `gemm_rows` pairs use a GEMM; None: no expert does."""
-        order = index_Tk.reshape(-1).argsort(kind="stable")
-        chosen, first = np.unique(index_Tk.reshape(-1)[order], return_index=True)
-        assert len(chosen) == 0 or (chosen[0] >= 0 and chosen[-1] < len(self.w1)), "expert indices are out of range"
-        pairs = _Sorted(chosen, first, np.append(first[1:], len(order)))
+    def run(self, x_TK: Tensor, index_Tk: Array, weight_Tk: Array, out_TD: Array, short: bool) -> None:
+        """One pass; short: no expert takes its rows together."""
+        index, count = index_Tk.reshape(-1), len(self.w1)
+        assert not len(index) or (index.min() >= 0 and index.max() < count), "expert indices are out of range"
+        panels = not short and in_panels([*self.w1[:1], *self.w2[:1]], self.path)
+        most = len(index) + 1 if short else PANEL_ROWS if panels else GEMM_ROWS
+        # Experts with few rows stand first.
+        key = index + (np.bincount(index, minlength=count) >= most)[index] * count
+        order = key.argsort(kind="stable")
+        chosen, first = np.unique(key[order], return_index=True)
+        pairs = _Sorted(chosen % count, first, np.append(first[1:], len(order)))
         row_P, weight_P = order // index_Tk.shape[1], weight_Tk.reshape(-1)[order]
         y_PD = np.empty((len(order), out_TD.shape[1]), np.float32)
-        inner = self.w1[0].shape[0]
-        for batch in pairs.batches(max(1, BATCH_BYTES // (12 * inner))):
-            p0, p1 = batch.first[0], batch.last[-1]
-            batch = batch._replace(first=batch.first - p0, last=batch.last - p0)
-            self._multiply_batch(batch, x, row_P[p0:p1], weight_P[p0:p1], y_PD[p0:p1], gemm_rows)
+        few = int(np.searchsorted(chosen, count))
+        for some, run in (
+            (pairs.cut(slice(few)), self._by_rows),
+            (pairs.cut(slice(few, None)), self._in_panels if panels else self._by_tiles),
+        ):
+            if len(some.experts):
+                run(some, x_TK, row_P, weight_P, y_PD)
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
         parts = parts_of(y_PD.size)
         _combine(y_PD, place.reshape(index_Tk.shape), self.native, out_TD, parts, tasks=parts)
 
-    def _multiply_batch(
-        self, batch: _Sorted, x: Array, row_P: Array, weight_P: Array, y_PD: Array, gemm_rows: int | None
-    ) -> None:
-        pairs = len(row_P)
-        gate_up = np.empty((2 * pairs, self.w1[0].shape[0]), np.float32)
-        both = _Sorted(
-            np.append(batch.experts, batch.experts + len(self.w1)),
-            np.append(batch.first, batch.first + pairs),
-            np.append(batch.last, batch.last + pairs),
-        )
-        self._multiply([*self.w1, *self.w3], both, x, np.append(row_P, row_P), gate_up, gemm_rows)
-        self._multiply(self.w2, batch, self._activate(gate_up, weight_P), np.arange(pairs), y_PD, gemm_rows)
+    def _batches(self, pairs: _Sorted, row_P: Array, weight_P: Array, y_PD: Array) -> Iterator[_Batch]:
+        floats = 3 * self.w1[0].shape[0]
+        for batch in pairs.batches(max(1, BATCH_BYTES // (4 * floats))):
+            p0, p1 = batch.first[0], batch.last[-1]
+            batch = batch._replace(first=batch.first - p0, last=batch.last - p0)
+            yield batch, row_P[p0:p1], weight_P[p0:p1], y_PD[p0:p1]
 
-    def _multiply(
-        self, weights: Sequence[Weight], pairs: _Sorted, x: Array, row_P: Array, y: Array, gemm_rows: int | None
+    def _by_rows(self, pairs: _Sorted, x_TK: Tensor, row_P: Array, weight_P: Array, y_PD: Array) -> None:
+        """Each expert's rows through the row kernel."""
+
+        def multiply(weights: Sequence[Weight], pairs: _Sorted, x: Array, row_P: Array, y: Array) -> None:
+            multiply_rows([weights[e] for e in pairs.experts], x, row_P, pairs.first, pairs.last, y, self.path)
+
+        self._op_by_op(multiply, pairs, x_TK, row_P, weight_P, y_PD)
+
+    def _by_tiles(self, pairs: _Sorted, x_TK: Tensor, row_P: Array, weight_P: Array, y_PD: Array) -> None:
+        """A GEMM for each weight, expanded in tiles."""
+
+        def multiply(weights: Sequence[Weight], pairs: _Sorted, x: Array, row_P: Array, y: Array) -> None:
+            for expert, first, last in zip(*pairs, strict=True):
+                rows = torch.from_numpy(x[row_P[first:last]])
+                multiply_tiles(weights[expert], rows, torch.from_numpy(y[first:last]), self.path)
+
+        self._op_by_op(multiply, pairs, x_TK, row_P, weight_P, y_PD)
+
+    def _op_by_op(
+        self, multiply: _Multiply, pairs: _Sorted, x_TK: Tensor, row_P: Array, weight_P: Array, y_PD: Array
     ) -> None:
-        many = pairs.last - pairs.first >= gemm_rows if gemm_rows else np.zeros(len(pairs.first), np.bool_)
-        for expert, first, last in zip(*(field[many] for field in pairs), strict=True):
-            rows = torch.from_numpy(x[row_P[first:last]])
-            multiply_tiles(weights[expert], rows, torch.from_numpy(y[first:last]), self.path)
-        experts, first_J, last_J = (field[~many] for field in pairs)
-        if len(experts):
-            multiply_rows([weights[expert] for expert in experts], x, row_P, first_J, last_J, y, self.path)
+        x = pack_rows(x_TK, kind_of(self.w1[0]), self._quantises(self.w1))
+        for batch, row_B, weight_B, y_BD in self._batches(pairs, row_P, weight_P, y_PD):
+            count = len(row_B)
+            gate_up = np.empty((2 * count, self.w1[0].shape[0]), np.float32)
+            both = _Sorted(
+                np.append(batch.experts, batch.experts + len(self.w1)),
+                np.append(batch.first, batch.first + count),
+                np.append(batch.last, batch.last + count),
+            )
+            multiply([*self.w1, *self.w3], both, x, np.append(row_B, row_B), gate_up)
+            multiply(self.w2, batch, self._activate(gate_up, weight_B), np.arange(count), y_BD)
+
+    def _in_panels(self, pairs: _Sorted, x_TK: Tensor, row_P: Array, weight_P: Array, y_PD: Array) -> None:
+        """All experts in two kernels; where w2 takes quantised values, they are made in between, row by row."""
+        kind, after, quantise = kind_of(self.w1[0]), kind_of(self.w2[0]), self._quantises(self.w1)
+        x = pack_rows(x_TK, kind, True) if quantise else x_TK.numpy()
+        for batch, row_B, weight_B, y_BD in self._batches(pairs, row_P, weight_P, y_PD):
+            w1, w2, w3 = ([weights[e] for e in batch.experts] for weights in (self.w1, self.w2, self.w3))
+            spans, parts = (batch.first, batch.last), parts_of(len(row_B) * w1[0].shape[0] * w1[0].shape[1])
+            panels = pack_panels(x, row_B, *spans, kind is not FP32 and not quantise, parts)
+            if quantise:
+                gate_up = np.empty((2 * len(row_B), w1[0].shape[0]), np.float32)
+                for weights, y in ((w1, gate_up[: len(row_B)]), (w3, gate_up[len(row_B) :])):
+                    multiply_panels(form_of(kind), addresses_of(weights), w1[0].shape, *spans, panels, y, parts)
+                hidden = pack_panels(self._activate(gate_up, weight_B), np.arange(len(row_B)), *spans, False, parts)
+            else:
+                weight_V = weight_B[places(*spans)[1]]
+                form = self.limit, self.native, after is not FP32
+                gates, ups = addresses_of(w1), addresses_of(w3)
+                hidden = hidden_panels(form_of(kind), gates, ups, w1[0].shape, panels, weight_V, *form, parts)
+            multiply_panels(form_of(after), addresses_of(w2), w2[0].shape, *spans, hidden, y_BD, parts)
+
+    def _quantises(self, weights: Sequence[Weight]) -> bool:
+        return self.native and kind_of(weights[0]).scale_rows > 0
 
     def _activate(self, gate_up: Array, weight_P: Array) -> Array:
         kind, (pairs, inner) = kind_of(self.w2[0]), (len(weight_P), gate_up.shape[1])

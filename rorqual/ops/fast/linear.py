@@ -20,7 +20,9 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import TILE, DenseWeight, Fp8Weight, Weight
 from rorqual.ops.cpu import Path, best_path, check_path, features
+from rorqual.ops.fast import panels
 from rorqual.ops.fast.kernel import Kernel, refuse_gradients, workers
+from rorqual.ops.fast.panels import fits, multiply_panels, pack_panels
 from rorqual.ops.fast.row_kernels import EXPAND, MULTIPLY, pack
 from rorqual.ops.fast.row_vectors import BF16, FP4, FP8, FP32, ROWS, Array, Kind
 
@@ -39,18 +41,25 @@ def linear(x_TK: Tensor, weight: Weight, short_rows: int, native: bool, *, path:
     """
     refuse_gradients(x_TK)
     kind, total = kind_of(weight), x_TK.shape[0]
+    quantise = native and kind.scale_rows > 0
     short_rows = min(short_rows, total) if total - short_rows >= GEMM_ROWS else total
-    x = pack_rows(x_TK, kind, native and kind.scale_rows > 0)
     y_TN = torch.empty(total, weight.shape[0])
-    multiply_rows([weight], x, *_spread(1, short_rows), y_TN.numpy(), path)
+    if short_rows or not total:
+        x = pack_rows(x_TK[:short_rows], kind, quantise)
+        multiply_rows([weight], x, *_spread(1, short_rows), y_TN.numpy(), path)
     if short_rows < total:
-        multiply_tiles(weight, torch.from_numpy(x[short_rows:]), y_TN[short_rows:], path)
+        _multiply_long([weight], x_TK[short_rows:], quantise, y_TN[short_rows:], path)
     return y_TN
 
 
 def grouped_linear(x_TGK: Tensor, weights: Sequence[Weight], short_rows: int, *, path: Path | None = None) -> Tensor:
     """As the plain `grouped_linear`: one pass over all groups for the short rows."""
     rows, groups, _ = x_TGK.shape
+    if rows - short_rows >= GEMM_ROWS and not short_rows and in_panels(weights, path):
+        refuse_gradients(x_TGK)
+        y_GTN = torch.empty(groups, rows, weights[0].shape[0])
+        _multiply_long(weights, x_TGK.flatten(0, 1), False, y_GTN.flatten(0, 1), path)
+        return y_GTN.transpose(0, 1)
     if rows - short_rows >= GEMM_ROWS:
         return torch.stack([linear(x_TGK[:, g], weights[g], short_rows, False, path=path) for g in range(groups)], 1)
     refuse_gradients(x_TGK)
@@ -65,6 +74,41 @@ def _spread(groups: int, rows: int) -> tuple[Array, Array, Array]:
     """row_P, first_J and last_J of `multiply_rows` where row t of group g is row t * groups + g. Never written."""
     first = np.arange(groups) * rows
     return np.arange(rows * groups).reshape(rows, groups).T.ravel().copy(), first, first + rows
+
+
+def _multiply_long(weights: Sequence[Weight], x_PK: Tensor, quantise: bool, y_PN: Tensor, path: Path | None) -> None:
+    """Many rows; with G weights, row t of weight g is x[t * G + g] and y[g * T + t]."""
+    kind, (n, k) = kind_of(weights[0]), weights[0].shape
+    if not in_panels(weights, path):
+        (weight,) = weights
+        multiply_tiles(weight, torch.from_numpy(pack_rows(x_PK, kind, quantise)), y_PN, path)
+        return
+    # Plain rows are put in lane order while they are turned.
+    x = pack_rows(x_PK, kind, True) if quantise else x_PK.detach().to(torch.float32).contiguous().numpy()
+    row_P, first_J, last_J = _spread(len(weights), len(x) // len(weights))
+    parts = parts_of(len(x) * n * k)
+    turned = pack_panels(x, row_P, first_J, last_J, kind is not FP32 and not quantise, parts)
+    multiply_panels(form_of(kind), addresses_of(weights), (n, k), first_J, last_J, turned, y_PN.numpy(), parts)
+
+
+def in_panels(weights: Sequence[Weight], path: Path | None) -> bool:
+    """Whether many rows times these weights go through `panels`. fp32 weights are a GEMM's as they are."""
+    return (
+        has_vectors(path)
+        and kind_of(weights[0]) is not FP32
+        and all(fits(weight) and weight.addresses is not None for weight in weights)
+    )
+
+
+def form_of(kind: Kind) -> tuple[int, int, int]:
+    """What kernels are told of a kind."""
+    return kind.code, kind.unit, kind.scale_rows
+
+
+def addresses_of(weights: Sequence[Weight]) -> tuple[Array, Array]:
+    """int64 [J] of codes and of scales; for weights that have them."""
+    pairs = [weight.addresses or (0, 0) for weight in weights]
+    return np.array([w for w, _ in pairs], np.int64), np.array([s for _, s in pairs], np.int64)
 
 
 def kind_of(weight: Weight) -> Kind:
@@ -141,7 +185,7 @@ def _choose(
     kernels: Mapping[str, Kernel], kind: Kind, path: Path | None
 ) -> tuple[Kernel, tuple[Array, tuple[int, ...]]]:
     """A kernel for this kind, and its first two arguments."""
-    form = kind.code, kind.unit, kind.scale_rows
+    form = form_of(kind)
     if has_vectors(path):
         return kernels[kind.dtype], (kind.marker, form)
     return kernels["plain"], (FP4.marker, form)
@@ -165,7 +209,8 @@ def _tensors(weight: Weight) -> tuple[Tensor, Tensor]:
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     """All that ops on `path` run; the others may not even compile on this CPU."""
     names = [name for name in MULTIPLY if (name != "plain") == has_vectors(path)]
-    return (pack, *(MULTIPLY[name] for name in names), *(EXPAND[name] for name in names if name in EXPAND))
+    found = (pack, *(MULTIPLY[name] for name in names), *(EXPAND[name] for name in names if name in EXPAND))
+    return found + panels.KERNELS if has_vectors(path) else found
 
 
 KERNELS = kernels()

@@ -334,6 +334,13 @@ def product(a, a_at, a_row, a_k, rows, b, b_at, b_k, b_vec, vecs, count, out, ou
 def transpose(builder: Any, data: Any, at: Any, row_stride: Any, out: Any, out_at: Any) -> None:
     """Sixteen rows of sixteen floats, `row_stride` apart, to their transpose, sixteen apart."""
     rows = [load_at(builder, data, ahead(builder, at, row_stride, r), VECTOR_F32) for r in range(LANES)]
+    for r, values in enumerate(transposed(builder, rows)):
+        store_at(builder, values, out, ahead(builder, out_at, LANES, r))
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Sixteen vectors of sixteen floats, rows made columns."""
+    rows = list(rows)
     for bit in (1, 2, 4, 8):
         # Swap what stands off the diagonal in every 2 x 2 arrangement of bit x bit blocks.
         upper = pick([lane if not lane & bit else LANES + lane - bit for lane in range(LANES)])
@@ -343,5 +350,4 @@ def transpose(builder: Any, data: Any, at: Any, row_stride: Any, out: Any, out_a
                 x, y = rows[r], rows[r + bit]
                 rows[r] = builder.shuffle_vector(x, y, upper)
                 rows[r + bit] = builder.shuffle_vector(x, y, lower)
-    for r in range(LANES):
-        store_at(builder, rows[r], out, ahead(builder, out_at, LANES, r))
+    return rows

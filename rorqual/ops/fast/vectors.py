@@ -195,6 +195,12 @@ def maximum(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_unordered(">", x, y), x, y)
 
 
+@instruction(F32, F32, F32)
+def minimum(builder: Any, x: Any, y: Any) -> Any:
+    """x where x < y or either is NaN, else y."""
+    return builder.select(builder.fcmp_unordered("<", x, y), x, y)
+
+
 @instruction(F32, F32)
 def round_bf16(builder: Any, x: Any) -> Any:
     """To the nearest bf16, ties to even."""
