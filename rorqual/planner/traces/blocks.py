@@ -74,7 +74,10 @@ class BlockMap:
         >>> BlockMap(512, 128).pages([7, 8, (31, 2)])
         10
         """
-        return self.full * (len(keys) - 1) + self.pages_of(keys[-1]) if keys else 0
+        if not keys:
+            return 0
+        last = keys[-1]
+        return self.full * (len(keys) - 1) + (last[1] if type(last) is tuple else self.full)
 
     def _pages(self, ids: list[int], tokens: int) -> list[Key]:
         """Page after page, its name made of the name before it and of the ids since."""

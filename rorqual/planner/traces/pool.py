@@ -2,7 +2,8 @@
 
 Keys form a tree, since a block is of use to prompts that share all before it. Runs of keys without a branch are one
 segment, so a prompt of a hundred keys takes a handful of steps, and a segment is what the policy orders: its keys were
-last used by the same prompts.
+last used by the same prompts. A key names all that precedes it, so a segment is found by its first key alone: the tree
+needs no pointers up or down.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ from rorqual.policies import LFU, LRU, TTL
 
 
 class Segment:
-    """A run of keys below `parent`, never empty, of `pages` pages; prompts branch only at its end."""
+    """A run of keys, never empty, of `pages` pages; prompts branch only at its end."""
 
-    __slots__ = ("children", "keys", "pages", "parent")
+    __slots__ = ("keys", "pages")
 
-    def __init__(self, parent: Segment | None, keys: list[Key], pages: int) -> None:
-        self.parent = parent
+    def __init__(self, keys: list[Key], pages: int) -> None:
         self.keys = keys
         self.pages = pages
-        self.children: dict[Key, Segment] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class Pool:
     before it. None that it found makes room for it. A prompt larger than the pool keeps its first keys that fit.
     """
 
-    __slots__ = ("_blocks", "_policy", "_root", "capacity", "counts", "used")
+    __slots__ = ("_blocks", "_policy", "_segments", "capacity", "counts", "used")
 
     def __init__(self, capacity: int, policy: LRU[Any] | LFU[Any] | TTL[Any], blocks: BlockMap) -> None:
         if capacity < 0:
@@ -55,13 +54,13 @@ class Pool:
         self.counts = PoolCounts()
         self._blocks = blocks
         self._policy = policy
-        self._root = Segment(None, [], 0)
+        self._segments: dict[Key, Segment] = {}  # by first key
 
     def at(self, now: int) -> None:
         """Tell the time to a policy that expires keys."""
         if isinstance(self._policy, TTL):
             for segment in self._policy.expire(now):
-                self._detach(segment)
+                self._forget(segment)
                 self.used -= segment.pages
                 self.counts.expired += segment.pages
                 self.counts.keys_gone += len(segment.keys)
@@ -87,7 +86,7 @@ class Pool:
         need = total - pages
         self._make_room(need, path)
         # What is new before what was there, deepest first: no key goes before those below it.
-        self._policy.insert(self._grow(path[-1] if path else self._root, keys[found:], need))
+        self._policy.insert(self._add(keys[found:], need))
         path.reverse()
         self._policy.touch_all(path)
         self.used += need
@@ -97,64 +96,64 @@ class Pool:
     def _walk(self, keys: list[Key]) -> tuple[list[Segment], int]:
         """Segments along the prompt, and how many of its keys they hold; one that it leaves halfway is split there."""
         path: list[Segment] = []
-        at, children = 0, self._root.children
-        while at < len(keys) and children is not None and (segment := children.get(keys[at])) is not None:
+        at, end, segments = 0, len(keys), self._segments
+        while at < end and (segment := segments.get(keys[at])) is not None:
             run = segment.keys
             # A key stands for all before it: the last one that is alike tells how many are.
-            shared = min(len(run), len(keys) - at)
+            shared = min(len(run), end - at)
             while run[shared - 1] != keys[at + shared - 1]:
                 shared -= 1
             if shared < len(run):
                 segment = self._split(segment, shared)
             path.append(segment)
-            at, children = at + shared, segment.children
+            at += shared
         return path, at
 
     def _split(self, tail: Segment, shared: int) -> Segment:
         """The first `shared` keys as a segment of their own; the rest keeps its place in the policy's order."""
-        above = tail.parent
-        assert above is not None
         pages = shared * self._blocks.full
-        head = self._grow(above, tail.keys[:shared], pages)
+        head = self._add(tail.keys[:shared], pages)
         tail.keys = tail.keys[shared:]
         tail.pages -= pages
-        tail.parent = head
-        head.children = {tail.keys[0]: tail}
+        self._segments[tail.keys[0]] = tail
         self._policy.insert_like(head, tail)
         return head
 
-    @staticmethod
-    def _grow(parent: Segment, keys: list[Key], pages: int) -> Segment:
-        segment = Segment(parent, keys, pages)
-        if parent.children is None:
-            parent.children = {}
-        parent.children[keys[0]] = segment
+    def _add(self, keys: list[Key], pages: int) -> Segment:
+        segment = self._segments[keys[0]] = Segment(keys, pages)
         return segment
 
-    @staticmethod
-    def _detach(segment: Segment) -> None:
-        assert segment.parent is not None and segment.parent.children is not None and not segment.children
-        del segment.parent.children[segment.keys[0]]
+    def _forget(self, segment: Segment) -> None:
+        # A trace whose ids do not name what precedes them may have put another there.
+        self._segments.pop(segment.keys[0], None)
 
     def _make_room(self, need: int, path: list[Segment]) -> None:
         """Take the deepest keys of the next to go, no more than need be and none of the prompt's own."""
         over = self.used + need - self.capacity
-        gone = freed = 0
-        while freed < over:
-            segment = next(segment for segment in self._policy if segment not in path)
+        if over <= 0:
+            return
+        gone: list[Segment] = []
+        freed = keys_gone = 0
+        for segment in self._policy:
+            if segment in path:
+                continue
             keep = self._kept(segment, over - freed)
-            gone += len(segment.keys) - keep
             pages = keep * self._blocks.full
             freed += segment.pages - pages
+            keys_gone += len(segment.keys) - keep
             if keep:
                 del segment.keys[keep:]
                 segment.pages = pages
             else:
-                self._policy.remove(segment)
-                self._detach(segment)
+                gone.append(segment)
+            if freed >= over:
+                break
+        for segment in gone:
+            self._policy.remove(segment)
+            self._forget(segment)
         self.used -= freed
         self.counts.evicted += freed
-        self.counts.keys_gone += gone
+        self.counts.keys_gone += keys_gone
 
     def _kept(self, segment: Segment, over: int) -> int:
         """How many keys of a segment stay when `over` of its pages must go; its last, the odd one if any, is first."""
@@ -171,14 +170,10 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Assert that tree, policy and pages counted agree, within the capacity."""
-        held: list[Segment] = []
-        below = [self._root]
-        while below:
-            segment = below.pop()
-            for key, child in (segment.children or {}).items():
-                assert child.parent is segment and child.keys[0] == key
-                held.append(child)
-                below.append(child)
-        assert len(held) == len(self._policy) and set(held) == set(self._policy)
+        held = list(self._policy)
+        assert all(self._segments[segment.keys[0]] is segment for segment in held)
+        assert len(held) == len(self._policy) == len(self._segments)
+        keys = [key for segment in held for key in segment.keys]
+        assert len(set(keys)) == len(keys)
         assert all(segment.pages == self._blocks.pages(segment.keys) for segment in held)
         assert self.used == sum(segment.pages for segment in held) <= self.capacity
