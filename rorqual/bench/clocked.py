@@ -17,8 +17,8 @@ READERS = ("index_scores", "index_scores_at", "topk_lowest", "sparse_attention")
 class Given(Backend):
     """A backend that serves the ops it is given."""
 
-    def __init__(self, ops: Ops) -> None:
-        super().__init__("fast")
+    def __init__(self, ops: Ops, mode: str = "fast") -> None:
+        super().__init__(mode)
         self._given = ops
 
     def ops(self) -> Ops:

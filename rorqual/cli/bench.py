@@ -25,7 +25,7 @@ WITHOUT_MODEL = {
 MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s")
 PARTS = ("decode", "memory", "prefill")
 """Of `context`: as `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
-TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "bar")
+TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "baseline's")
 
 
 def command(
@@ -142,6 +142,10 @@ def show(document: Mapping[str, Any]) -> None:
     if times := [row for row in rows if "ratio" in row]:
         print_table(TIME_COLUMNS, [_cells(row) for row in times], title=document["command"])
         print()
+        if judged := [row for row in times if _bars(row)]:
+            for row in judged:
+                print(f"{row['name']} {_variant(row)}, {row['shape']}: {_bars(row)}")
+            print()
     for row in rows:
         if "ratio" not in row:
             _show_sizes(row)
@@ -188,12 +192,31 @@ def _cells(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     if contestants in (["ced_s", "full_s"], ["long_s", "short_s"]):
         contestants.reverse()
     baseline, measured = (_time(key, row[key]) for key in contestants)
-    variant = " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
-    ratio = row["ratio"]
+    ratio, variant = row["ratio"], _variant(row)
     if ratio is None:
         return row["name"], row["shape"], variant, baseline, row["unavailable"], "-", "-", "-"
-    share = f"{row['roofline']['share']:.0%} ({row['roofline']['bound']})" if "roofline" in row else "-"
-    return row["name"], row["shape"], variant, baseline, measured, f"{ratio:.3g}", share, _bar(row, f"{ratio:.3g}")
+    share, plain = (_share(row.get(key)) for key in ("roofline", "baseline_roofline"))
+    return row["name"], row["shape"], variant, baseline, measured, f"{ratio:.3g}", share, plain
+
+
+def _share(found: Mapping[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['share']:.0%} ({found['bound']})"
+
+
+def _bars(row: Mapping[str, Any]) -> str:
+    """Every bar of a row of times: `ratio 5.1 >= 5: reached; share 41.0% >= 40%: reached; baseline ...: fair`."""
+    said = [f"ratio {_bar(row, format(row['ratio'], '.3g'))}"] if row.get("bar") else []
+    for key, name in (("roofline", "share"), ("baseline_roofline", "baseline")):
+        found = row.get(key) or {}
+        if "bar" in found:
+            words = ("fair", "NOT FAIR") if name == "baseline" else ("reached", "MISSED")
+            least, reached = found["bar"]["at_least"], found["bar"]["reached"]
+            said.append(f"{name} {found['share']:.1%} >= {least:.0%}: {words[0 if reached else 1]}")
+    return "; ".join(said)
+
+
+def _variant(row: Mapping[str, Any]) -> str:
+    return " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
 
 
 def _time(name: str, sample: Mapping[str, float] | None) -> str:
