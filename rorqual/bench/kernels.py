@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rorqual.bench.baseline import baseline_ops
 from rorqual.bench.cases import FULL, QUICK, Case, cases
-from rorqual.bench.report import TimeRow
+from rorqual.bench.profile import kernels_profile
+from rorqual.bench.report import JsonRow, TimeRow
 from rorqual.bench.timing import Sample, interleaved
 from rorqual.ops.cpu import best_path, missing
 from rorqual.ops.dispatch import Backend, Progress, fast_ops
@@ -28,16 +29,23 @@ NOTES = (
 )
 
 
-def run_kernels(*, repeats: int = REPEATS, quick: bool = False, progress: Progress | None = None) -> list[TimeRow]:
-    """Rows of every op; an index-score path that this CPU cannot run is listed as such."""
+def run_kernels(
+    *, repeats: int = REPEATS, quick: bool = False, profile: bool = False, progress: Progress | None = None
+) -> list[TimeRow | JsonRow]:
+    """Rows of every op; an index-score path that this CPU cannot run is listed as such.
+
+    profile: one more row, where a decode step of a random checkpoint goes.
+    """
     Backend("fast").warm()
-    rows: list[TimeRow] = []
+    rows: list[TimeRow | JsonRow] = []
     total = sum(1 for _ in cases(QUICK))
     with torch.inference_mode():
         for done, group in enumerate(cases(QUICK if quick else FULL)):
             if progress is not None:
                 progress(done, total)
             rows += measure_group(group, repeats)
+    if profile:
+        rows.append(kernels_profile(quick))
     if progress is not None:
         progress(total, total)
     return rows

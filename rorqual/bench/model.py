@@ -6,7 +6,7 @@ Both contestants load the same files, run the same ids, and take turns; each kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rorqual.bench.baseline import load_baseline
 from rorqual.bench.checkpoints import active_bytes, check_positions, checkpoint, prefill_flops, random_ids
-from rorqual.bench.report import Bar, TimeRow
+from rorqual.bench.profile import STEPS, WARM, profile_row
+from rorqual.bench.report import Bar, JsonRow, TimeRow
 from rorqual.bench.roofline import Work
 from rorqual.bench.timing import Sample, elapsed, undisturbed
 from rorqual.config import ModelConfig
@@ -74,6 +75,13 @@ class Lengths:
     decoded: int = 24
     chunk: int = 512
     long: int = 8192
+    profiled: int = 0
+    """Decode steps that are clocked op by op, after those that are timed."""
+
+    @property
+    def appended(self) -> int:
+        """Positions of the prompt and of all decode steps."""
+        return self.context + self.decoded + self.profiled
 
     def within(self, positions: int) -> Lengths:
         """The long prompt cut to what a model can hold."""
@@ -90,18 +98,23 @@ def run_model(
     random: str | None = None,
     repeats: int = REPEATS,
     quick: bool = False,
+    profile: bool = False,
     progress: Progress | None = None,
-) -> list[TimeRow]:
+) -> list[TimeRow | JsonRow]:
     """Rows of decode, prefill and ced/full: of a checkpoint, a random one of a preset, or the shipped model.
+
+    profile: also where a decode step goes, a row of either numerics.
 
     Raises:
         InputError, CheckpointError, ConfigError: a checkpoint that cannot be loaded or has too few positions.
     """
     lengths, steps = (QUICK if quick else FULL), 3
-    rows: list[TimeRow] = []
+    if profile:
+        lengths = replace(lengths, profiled=WARM + STEPS)
+    rows: list[TimeRow | JsonRow] = []
     with checkpoint(model, random) as folder:
         for done, part in enumerate(_parts(folder, lengths, repeats)):
-            rows += [judged(row, random) for row in part]
+            rows += [judged(row, random) if isinstance(row, TimeRow) else row for row in part]
             if progress is not None:
                 progress(done + 1, steps)
     return rows
@@ -115,9 +128,9 @@ def judged(row: TimeRow, preset: str | None) -> TimeRow:
     return replace(row, bar=bars.ratio, share_bar=bars.share, baseline_bar=bars.baseline)
 
 
-def _parts(folder: Path, lengths: Lengths, repeats: int) -> Iterator[list[TimeRow]]:
+def _parts(folder: Path, lengths: Lengths, repeats: int) -> Iterator[Sequence[TimeRow | JsonRow]]:
     config = ModelConfig.from_json(folder)
-    check_positions(config, lengths.context + lengths.decoded)
+    check_positions(config, lengths.appended)
     lengths = lengths.within(config.max_position_embeddings)
     for numerics in MODES:
         yield twins(contestants(folder, numerics), lengths, repeats)
@@ -129,11 +142,11 @@ def contestants(folder: Path, numerics: str) -> dict[str, Transformer]:
     return {"plain": load_baseline(folder, numerics), "fast": load(folder, numerics=numerics, kernels="fast")}
 
 
-def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> list[TimeRow]:
-    """Prefill in both modes and decode after the full one, of models that differ in their kernels alone."""
+def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> list[TimeRow | JsonRow]:
+    """Prefill in both modes and decode after the full one: the same model twice; its profile, if there is to be one."""
     config = models["plain"].config
     numerics = models["plain"].numerics.name
-    ids = random_ids(config, lengths.context + lengths.decoded, seed=1)
+    ids = random_ids(config, lengths.appended, seed=1)
     prompt = Prompt(ids=ids[: lengths.context])
     for model in models.values():
         warm_up(model, ids, lengths.chunk)
@@ -144,7 +157,8 @@ def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> lis
             running[kind] = Running(model, new_cache(model, len(ids)))
             taken = timed_prefill(running[kind], prompt, mode, lengths.chunk)
             seconds.setdefault((mode, kind), []).append(taken)
-        rows = [decode_row(running, ids[lengths.context :], numerics)]
+        decoded, profiled = ids[lengths.context :].split((lengths.decoded, lengths.profiled))
+        rows: list[TimeRow | JsonRow] = [decode_row(running, decoded, numerics)]
     for mode in ("ced", "full"):
         flops = prefill_flops(config, lengths.context, mode)
         work = Work(bytes=0, flops=flops, formula=f"flops = {flops}: 2 x the weights each token is multiplied with")
@@ -158,6 +172,8 @@ def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> lis
                 extra={"numerics": numerics},
             )
         )
+    if lengths.profiled:
+        rows.append(profile_row(running, profiled, "decode"))
     return rows
 
 
