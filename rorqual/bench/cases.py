@@ -14,18 +14,20 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from rorqual.bench.baseline import expanded
 from rorqual.bench.inputs import random_region, random_weight, sorted_choice
 from rorqual.bench.report import Bar
 from rorqual.bench.roofline import Work
 from rorqual.formats.codec import quantize
 from rorqual.formats.spec import E2M1_E4M3_16, E2M1_E8M0_32, E4M3_E8M0_32, NumberFormat
+from rorqual.formats.weights import Weight
 from rorqual.ops.cpu import PATHS, Path
 from rorqual.ops.dispatch import Ops
 
 CACHE_FORMATS = (E2M1_E4M3_16, E2M1_E8M0_32, E4M3_E8M0_32)
 """Main KV, index keys, window KV: the formats with kernels of their own."""
 
-INDEX_BARS = {"vnni": Bar(at_least=6), "vector": Bar(at_least=3)}
+INDEX_BARS = {"vnni": Bar(at_least=8), "vector": Bar(at_least=3.5)}
 ATTENTION_BAR = Bar(at_least=1.7)
 
 
@@ -84,7 +86,10 @@ QUICK = Sizes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One op on one shape. `run(ops, i)` calls it on the i-th set of inputs; path None is the best that there is."""
+    """One op on one shape. `run(ops, i)` calls it on the i-th set of inputs; path None is the best that there is.
+
+    baseline: called so in place of `run` for the baseline, on weights expanded beforehand; its work is `baseline_work`.
+    """
 
     name: str
     shape: str
@@ -92,6 +97,8 @@ class Case:
     work: Work
     path: Path | None = None
     bar: Bar | None = None
+    baseline: Callable[[Ops, int], object] | None = None
+    baseline_work: Work | None = None
 
 
 def cases(sizes: Sizes, seed: int = 0) -> Iterator[tuple[Case, ...]]:
@@ -208,39 +215,61 @@ def linear_cases(sizes: Sizes, kind: str, generator: Generator) -> Iterator[tupl
     first = random_weight(kind, sizes.weight, generator)
     more = max(1, sizes.weight_bytes // first.nbytes)
     weights = [first, *(random_weight(kind, sizes.weight, generator) for _ in range(more))]
+    dense = [expanded(weight) for weight in weights]
     for rows in (1, 8):
         x = torch.randn(rows, k, generator=generator)
 
-        def run(x: Tensor, rows: int, ops: Ops, i: int) -> Tensor:
-            return ops.linear(x, weights[i % len(weights)], rows, False)
+        def run(x: Tensor, rows: int, held: list[Weight], ops: Ops, i: int) -> Tensor:
+            return ops.linear(x, held[i % len(held)], rows, False)
 
         work = Work(
             bytes=first.nbytes,
             flops=2 * rows * n * k,
             formula=f"bytes = {first.nbytes} of weight and scales, flops = 2 x {rows} x {n} x {k}",
         )
-        yield (Case(name="linear", shape=f"{_rows(rows)}, {kind} {n} x {k}", run=partial(run, x, rows), work=work),)
+        yield (
+            Case(
+                name="linear",
+                shape=f"{_rows(rows)}, {kind} {n} x {k}",
+                run=partial(run, x, rows, weights),
+                work=work,
+                baseline=partial(run, x, rows, dense),
+                baseline_work=expanded_work(n * k, 2 * rows * n * k),
+            ),
+        )
 
 
 def experts_case(sizes: Sizes, generator: Generator) -> Case:
     width, hidden = sizes.weight
-    w1, w3 = ([random_weight("fp4", (width, hidden), generator) for _ in range(sizes.experts)] for _ in range(2))
-    w2 = [random_weight("fp4", (hidden, width), generator) for _ in range(sizes.experts)]
+    shapes = ((width, hidden), (hidden, width), (width, hidden))
+    weights = [[random_weight("fp4", shape, generator) for _ in range(sizes.experts)] for shape in shapes]
+    dense = [[expanded(weight) for weight in held] for held in weights]
     x = torch.randn(1, hidden, generator=generator) / 64
     chosen = [torch.randperm(sizes.experts, generator=generator)[None, : sizes.experts_per_token] for _ in range(8)]
     routing = torch.rand(1, sizes.experts_per_token, generator=generator)
-    each = w1[0].nbytes + w2[0].nbytes + w3[0].nbytes
+    each = sum(held[0].nbytes for held in weights)
     count = sizes.experts_per_token
+
+    def run(held: list[list[Weight]], ops: Ops, i: int) -> Tensor:
+        return ops.experts(x, chosen[i % len(chosen)], routing, *held, 10.0, 1, False)
+
     return Case(
         name="experts",
         shape=f"1 row, {count} of {sizes.experts} experts fp4 {width} x {hidden}",
-        run=lambda ops, i: ops.experts(x, chosen[i % len(chosen)], routing, w1, w2, w3, 10.0, 1, False),
+        run=partial(run, weights),
         work=Work(
             bytes=count * each,
             flops=6 * count * width * hidden,
             formula=f"bytes = {count} experts x {each}, flops = 6 x {count} x {width} x {hidden}",
         ),
+        baseline=partial(run, dense),
+        baseline_work=expanded_work(3 * count * width * hidden, 6 * count * width * hidden),
     )
+
+
+def expanded_work(parameters: int, flops: int) -> Work:
+    """What the baseline cannot do without: the same weights in fp32, and the same products."""
+    return Work(bytes=4 * parameters, flops=flops, formula=f"bytes = 4 x {parameters} weights in fp32, flops = {flops}")
 
 
 def _rows(count: int) -> str:

@@ -8,11 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rorqual.bench.baseline import baseline_ops
 from rorqual.bench.cases import FULL, QUICK, Case, cases
-from rorqual.bench.report import TimeRow
+from rorqual.bench.profile import kernels_profile
+from rorqual.bench.report import JsonRow, TimeRow
 from rorqual.bench.timing import Sample, interleaved
 from rorqual.ops.cpu import best_path, missing
-from rorqual.ops.dispatch import Backend, Progress, fast_ops, reference_ops
+from rorqual.ops.dispatch import Backend, Progress, fast_ops
 
 REPEATS = 9
 TOLERANCE = 1e-4
@@ -20,21 +22,30 @@ TOLERANCE = 1e-4
 
 NOTES = (
     "plain_s and fast_s are seconds a call: samples in turn, plain then fast; a sample repeats a short call for 20 ms",
+    "plain is torch with weights expanded to fp32 beforehand and attention in batched products; baseline_roofline is "
+    "its share of the same roofline, its weights counted in fp32",
     "bf16, fp32 and unscaled caches have no kernels: the fast ops hand them to the plain ones, so they are not listed",
     "the roofline knows memory and the fp32 GEMM: a share above 1 means data in a cache or integer products (vnni)",
 )
 
 
-def run_kernels(*, repeats: int = REPEATS, quick: bool = False, progress: Progress | None = None) -> list[TimeRow]:
-    """Rows of every op; an index-score path that this CPU cannot run is listed as such."""
+def run_kernels(
+    *, repeats: int = REPEATS, quick: bool = False, profile: bool = False, progress: Progress | None = None
+) -> list[TimeRow | JsonRow]:
+    """Rows of every op; an index-score path that this CPU cannot run is listed as such.
+
+    profile: one more row, where a decode step of a random checkpoint goes.
+    """
     Backend("fast").warm()
-    rows: list[TimeRow] = []
+    rows: list[TimeRow | JsonRow] = []
     total = sum(1 for _ in cases(QUICK))
     with torch.inference_mode():
         for done, group in enumerate(cases(QUICK if quick else FULL)):
             if progress is not None:
                 progress(done, total)
             rows += measure_group(group, repeats)
+    if profile:
+        rows.append(kernels_profile(quick))
     if progress is not None:
         progress(total, total)
     return rows
@@ -42,14 +53,15 @@ def run_kernels(*, repeats: int = REPEATS, quick: bool = False, progress: Progre
 
 def measure_group(group: Sequence[Case], repeats: int) -> list[TimeRow]:
     """Cases on the same inputs take turns with one baseline; those without a path on this CPU say so."""
-    plain = reference_ops()
+    plain = baseline_ops()
+    baseline = partial(group[0].baseline or group[0].run, plain)
     able = [case for case in group if case.path is None or not missing(case.path)]
     ops = {_label(case): fast_ops(case.path) for case in able}
-    differences = {_label(case): difference(case.run(plain, 0), case.run(ops[_label(case)], 0)) for case in able}
+    differences = {_label(case): difference(baseline(0), case.run(ops[_label(case)], 0)) for case in able}
     for case in able:
         apart = differences[_label(case)]
         assert apart <= TOLERANCE, f"{case.name} {case.shape} {_label(case)}: kernel and twin differ by {apart}"
-    contestants = {"plain": partial(group[0].run, plain)}
+    contestants = {"plain": baseline}
     contestants |= {_label(case): partial(case.run, ops[_label(case)]) for case in able}
     times = interleaved(contestants, repeats)
     return [_row(case, times, differences.get(_label(case))) for case in group]
@@ -68,6 +80,7 @@ def _row(case: Case, times: dict[str, Sample], apart: float | None) -> TimeRow:
         shape=case.shape,
         times={"plain": times["plain"]} | ({"fast": times[label]} if label in times and not lacks else {}),
         work=case.work,
+        baseline_work=case.baseline_work,
         bar=case.bar,
         difference=apart,
         unavailable=f"not on this CPU: needs {', '.join(lacks)}" if lacks else None,

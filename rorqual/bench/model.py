@@ -1,11 +1,12 @@
-"""A checkpoint end to end, kernels against plain twins: `rorqual bench model`.
+"""A checkpoint end to end, kernels against plain torch: `rorqual bench model`.
 
-Both contestants load the same files, run the same ids, and take turns; each keeps a cache of its own.
+Both contestants load the same files, run the same ids, and take turns; each keeps a cache of its own. The baseline is
+`rorqual.bench.baseline`: its weights are fp32 tensors before anything is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -14,8 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rorqual.bench.baseline import load_baseline
 from rorqual.bench.checkpoints import active_bytes, check_positions, checkpoint, prefill_flops, random_ids
-from rorqual.bench.report import Bar, TimeRow
+from rorqual.bench.profile import STEPS, WARM, profile_row
+from rorqual.bench.report import Bar, JsonRow, TimeRow
 from rorqual.bench.roofline import Work
 from rorqual.bench.timing import Sample, elapsed, undisturbed
 from rorqual.config import ModelConfig
@@ -29,14 +32,37 @@ from rorqual.ops.dispatch import Progress
 
 REPEATS = 3
 KINDS = ("plain", "fast")
-BAR_PRESET = "mid"
-"""The checkpoint that the bars are set for: twelve layers, random. Others are measured and not judged."""
-DECODE_BAR, PREFILL_BAR, CED_BAR = Bar(at_least=3), Bar(at_least=2), Bar(at_most=0.58)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars:
+    """Of one row: its ratio, the fast share of the roofline, and the share below which the baseline is not fair."""
+
+    ratio: Bar | None = None
+    share: Bar | None = None
+    baseline: Bar | None = None
+
+
+BARS: dict[str, dict[str, Bars]] = {
+    "mid": {
+        "decode": Bars(ratio=Bar(at_least=7.5), share=Bar(at_least=0.35)),
+        "prefill full": Bars(ratio=Bar(at_least=5), share=Bar(at_least=0.40), baseline=Bar(at_least=0.07)),
+        "ced/full": Bars(ratio=Bar(at_most=0.55)),
+    },
+    "real-pair": {
+        "decode": Bars(ratio=Bar(at_least=3), share=Bar(at_least=0.45), baseline=Bar(at_least=0.60)),
+        "prefill full": Bars(ratio=Bar(at_least=1.5), share=Bar(at_least=0.55)),
+    },
+}
+"""By random preset and row, fp32 numerics. Other checkpoints, and native numerics, are measured and not judged."""
 
 NOTES = (
+    "plain: torch on weights expanded to fp32 at load, attention in batched products; a baseline below its own bar "
+    "(baseline_roofline) is not fair, and no ratio over it counts",
     "decode: seconds a token, one sample a token, tokens in turn plain then fast; the bars are those of fp32",
     "prefill: seconds a prompt, prompts in turn plain then fast; both modes run in the same chunks",
-    "roofline: products of weights only; attention, index scores, norms and mixing are not counted as needed work",
+    "roofline: products of weights only; attention, index scores, norms and mixing are not counted as needed work; "
+    "packed weights for fast, the same weights in fp32 for plain",
     "ced/full: both with the fast ops; layer_tokens is rows x layers run, the work that ced saves",
 )
 
@@ -49,6 +75,13 @@ class Lengths:
     decoded: int = 24
     chunk: int = 512
     long: int = 8192
+    profiled: int = 0
+    """Decode steps that are clocked op by op, after those that are timed."""
+
+    @property
+    def appended(self) -> int:
+        """Positions of the prompt and of all decode steps."""
+        return self.context + self.decoded + self.profiled
 
     def within(self, positions: int) -> Lengths:
         """The long prompt cut to what a model can hold."""
@@ -65,38 +98,55 @@ def run_model(
     random: str | None = None,
     repeats: int = REPEATS,
     quick: bool = False,
+    profile: bool = False,
     progress: Progress | None = None,
-) -> list[TimeRow]:
+) -> list[TimeRow | JsonRow]:
     """Rows of decode, prefill and ced/full: of a checkpoint, a random one of a preset, or the shipped model.
+
+    profile: also where a decode step goes, a row of either numerics.
 
     Raises:
         InputError, CheckpointError, ConfigError: a checkpoint that cannot be loaded or has too few positions.
     """
     lengths, steps = (QUICK if quick else FULL), 3
-    rows: list[TimeRow] = []
+    if profile:
+        lengths = replace(lengths, profiled=WARM + STEPS)
+    rows: list[TimeRow | JsonRow] = []
     with checkpoint(model, random) as folder:
         for done, part in enumerate(_parts(folder, lengths, repeats)):
-            rows += part if random == BAR_PRESET else [replace(row, bar=None) for row in part]
+            rows += [judged(row, random) if isinstance(row, TimeRow) else row for row in part]
             if progress is not None:
                 progress(done + 1, steps)
     return rows
 
 
-def _parts(folder: Path, lengths: Lengths, repeats: int) -> Iterator[list[TimeRow]]:
+def judged(row: TimeRow, preset: str | None) -> TimeRow:
+    """The row with the bars of its preset, if it has any."""
+    bars = BARS.get(preset or "", {}).get(row.name)
+    if bars is None or row.extra["numerics"] != "fp32":
+        return row
+    return replace(row, bar=bars.ratio, share_bar=bars.share, baseline_bar=bars.baseline)
+
+
+def _parts(folder: Path, lengths: Lengths, repeats: int) -> Iterator[Sequence[TimeRow | JsonRow]]:
     config = ModelConfig.from_json(folder)
-    check_positions(config, lengths.context + lengths.decoded)
+    check_positions(config, lengths.appended)
     lengths = lengths.within(config.max_position_embeddings)
     for numerics in MODES:
-        models = {kind: load(folder, numerics=numerics, kernels=kind) for kind in KINDS}
-        yield twins(models, lengths, repeats)
+        yield twins(contestants(folder, numerics), lengths, repeats)
     yield [ced_against_full(load(folder, kernels="fast"), lengths, repeats)]
 
 
-def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> list[TimeRow]:
-    """Prefill in both modes and decode after the full one, of models that differ in their kernels alone."""
+def contestants(folder: Path, numerics: str) -> dict[str, Transformer]:
+    """The baseline and the model as it is served, by `KINDS`."""
+    return {"plain": load_baseline(folder, numerics), "fast": load(folder, numerics=numerics, kernels="fast")}
+
+
+def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> list[TimeRow | JsonRow]:
+    """Prefill in both modes and decode after the full one: the same model twice; its profile, if there is to be one."""
     config = models["plain"].config
     numerics = models["plain"].numerics.name
-    ids = random_ids(config, lengths.context + lengths.decoded, seed=1)
+    ids = random_ids(config, lengths.appended, seed=1)
     prompt = Prompt(ids=ids[: lengths.context])
     for model in models.values():
         warm_up(model, ids, lengths.chunk)
@@ -107,21 +157,23 @@ def twins(models: dict[str, Transformer], lengths: Lengths, repeats: int) -> lis
             running[kind] = Running(model, new_cache(model, len(ids)))
             taken = timed_prefill(running[kind], prompt, mode, lengths.chunk)
             seconds.setdefault((mode, kind), []).append(taken)
-        rows = [decode_row(running, ids[lengths.context :], numerics)]
+        decoded, profiled = ids[lengths.context :].split((lengths.decoded, lengths.profiled))
+        rows: list[TimeRow | JsonRow] = [decode_row(running, decoded, numerics)]
     for mode in ("ced", "full"):
         flops = prefill_flops(config, lengths.context, mode)
+        work = Work(bytes=0, flops=flops, formula=f"flops = {flops}: 2 x the weights each token is multiplied with")
         rows.append(
             TimeRow(
                 name=f"prefill {mode}",
                 shape=f"{lengths.context} tokens, chunk {lengths.chunk}",
                 times={kind: Sample.of(seconds[mode, kind]) for kind in KINDS},
-                work=Work(
-                    bytes=0, flops=flops, formula=f"flops = {flops}: 2 x the weights each token is multiplied with"
-                ),
-                bar=PREFILL_BAR if numerics == "fp32" else None,
+                work=work,
+                baseline_work=work,
                 extra={"numerics": numerics},
             )
         )
+    if lengths.profiled:
+        rows.append(profile_row(running, profiled, "decode"))
     return rows
 
 
@@ -142,7 +194,9 @@ def decode_row(running: dict[str, Running], ids: Tensor, numerics: str) -> TimeR
             flops=2 * active,
             formula=f"bytes = {moved} of packed weights met, flops = 2 x {active} of them",
         ),
-        bar=DECODE_BAR if numerics == "fp32" else None,
+        baseline_work=Work(
+            bytes=4 * active, flops=2 * active, formula=f"bytes = 4 x {active} weights met, flops = 2 x {active}"
+        ),
         extra={"numerics": numerics},
     )
 
@@ -163,7 +217,6 @@ def ced_against_full(model: Transformer, lengths: Lengths, repeats: int) -> Time
         shape=f"{lengths.long} tokens, chunk {lengths.chunk}, fast",
         times={mode: Sample.of(taken) for mode, taken in seconds.items()},
         ratio_of=("ced", "full"),
-        bar=CED_BAR,
         extra={"numerics": model.numerics.name, "layer_tokens": layer_tokens},
     )
 

@@ -4,7 +4,8 @@
 
 A row of times has one `NAME_s` {median, min, max, runs} for each contestant, their ratio, and the share of the roofline
 that the measured one reached: work counted / rate / median. A share may exceed 1: data may lie in a cache and not in
-memory, and integer products are faster than the fp32 GEMM that the roofline knows.
+memory, and integer products are faster than the fp32 GEMM that the roofline knows. Where the baseline's share is known
+it stands beside (`baseline_roofline`): a ratio over a baseline that wastes the machine says little.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class TimeRow:
         ratio_of: the ratio is median of the first / median of the second.
         measured: the contestant whose share of the roofline is given.
         work: None where no roofline applies.
+        baseline_work: that of `ratio_of[0]`; None where its share says nothing.
+        bar: of the ratio.
+        share_bar: of the measured one's share of the roofline.
+        baseline_bar: of the baseline's share; below it the baseline is not a fair one.
         difference: worst difference of the two results, relative to the largest magnitude; 0 is bit for bit.
         extra: further columns of the row.
     """
@@ -61,12 +66,16 @@ class TimeRow:
     ratio_of: tuple[str, str] = ("plain", "fast")
     measured: str = "fast"
     work: Work | None = None
+    baseline_work: Work | None = None
     bar: Bar | None = None
+    share_bar: Bar | None = None
+    baseline_bar: Bar | None = None
     difference: float | None = None
     unavailable: str | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
 
-    def as_json(self, roofline: Roofline) -> JsonRow:
+    def as_json(self, roofline: Roofline, judged: bool = True) -> JsonRow:
+        """The row for a document; without its bars where nothing is judged."""
         row: JsonRow = {"name": self.name, "shape": self.shape, **self.extra}
         for name in dict.fromkeys((*self.ratio_of, *self.times)):
             row[f"{name}_s"] = asdict(self.times[name]) if name in self.times else None
@@ -76,13 +85,20 @@ class TimeRow:
         ratio = self.times[above].median / self.times[below].median
         row |= {"ratio": ratio, "ratio_of": f"{above}_s / {below}_s"}
         if self.work is not None:
-            share = self.work.floor_s(roofline) / self.times[self.measured].median
-            row["roofline"] = {"share": share, "bound": self.work.bound(roofline), **asdict(self.work)}
+            row["roofline"] = self._share(self.measured, self.work, roofline, self.share_bar if judged else None)
+        if self.baseline_work is not None:
+            bar = self.baseline_bar if judged else None
+            row["baseline_roofline"] = self._share(above, self.baseline_work, roofline, bar)
         if self.difference is not None:
             row["difference"] = self.difference
-        if self.bar is not None:
+        if self.bar is not None and judged:
             row["bar"] = self.bar.as_json(ratio)
         return row
+
+    def _share(self, contestant: str, work: Work, roofline: Roofline, bar: Bar | None) -> JsonRow:
+        share = work.floor_s(roofline) / self.times[contestant].median
+        found: JsonRow = {"share": share, "bound": work.bound(roofline), **asdict(work)}
+        return found if bar is None else {**found, "bar": bar.as_json(share)}
 
 
 class Report:
@@ -100,7 +116,7 @@ class Report:
         """Everything measured, ready for JSON. A quick run has no bars: nothing can be read off its tiny shapes."""
         others = self._load.share()
         roofline = self._roofline.or_better(Roofline.measure(self.quick))
-        found = [row.as_json(roofline) if isinstance(row, TimeRow) else row for row in rows]
+        found = [row.as_json(roofline, not self.quick) if isinstance(row, TimeRow) else row for row in rows]
         if self.quick:
             found = [{key: value for key, value in row.items() if key != "bar"} for row in found]
         return {

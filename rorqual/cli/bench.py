@@ -25,7 +25,9 @@ WITHOUT_MODEL = {
 MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s")
 PARTS = ("decode", "memory", "prefill")
 """Of `context`: as `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
-TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "bar")
+PROFILED = ("kernels", "model")
+PROFILE_COLUMNS = ("part of a step", "calls", "ms", "share")
+TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "baseline's")
 
 
 def command(
@@ -43,16 +45,21 @@ def command(
     part: Annotated[
         list[str] | None, typer.Option(metavar="PART", help="Of context: decode, memory or prefill; else all of them.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Of kernels and model: also where a decode step goes.")
+    ] = False,
 ) -> None:
     """Measure on this machine: kernels and a model against plain twins, memory, a long context, the planner's times."""
     parts = tuple(part or ())
     check(what, repeats, model, random, parts)
+    if profile and what not in PROFILED:
+        raise InputError(f"profile: {what} has none; legal: with {' and '.join(PROFILED)}")
 
     from rorqual.bench.report import check_out, write_document
 
     if out is not None:
         check_out(out)
-    document = measure(what, repeats, quick, model, random, parts)
+    document = measure(what, repeats, quick, model, random, parts, profile)
     if out is not None:
         write_document(document, out)
     if as_json:
@@ -94,6 +101,7 @@ def spelled(
     model: Path | None,
     random: str | None = None,
     parts: Sequence[str] = (),
+    profile: bool = False,
 ) -> str:
     """The command line that measures the same, without paths of this machine."""
     words = ["rorqual", "bench", what]
@@ -103,22 +111,33 @@ def spelled(
     words += ["--quick"] if quick else []
     words += ["--model", model.name] if model is not None else []
     words += ["--random", random] if random is not None else []
+    words += ["--profile"] if profile else []
     return shlex.join(words)
 
 
 def measure(
-    what: str, repeats: int | None, quick: bool, model: Path | None, random: str | None, parts: Sequence[str] = ()
+    what: str,
+    repeats: int | None,
+    quick: bool,
+    model: Path | None,
+    random: str | None,
+    parts: Sequence[str] = (),
+    profile: bool = False,
 ) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
     from rorqual.bench import context, kernels, memory, plan
     from rorqual.bench import model as models
+    from rorqual.bench.profile import NOTE
     from rorqual.bench.report import Report
 
-    report = Report(what, spelled(what, repeats, quick, model, random, parts), quick)
+    told = (NOTE,) if profile else ()
+    report = Report(what, spelled(what, repeats, quick, model, random, parts, profile), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
-            found = kernels.run_kernels(repeats=repeats or kernels.REPEATS, quick=quick, progress=progress)
-            return report.document(found, kernels.NOTES)
+            found = kernels.run_kernels(
+                repeats=repeats or kernels.REPEATS, quick=quick, profile=profile, progress=progress
+            )
+            return report.document(found, (*kernels.NOTES, *told))
         if what == "plan":
             taken = plan.run_plan(repeats=repeats or plan.REPEATS, quick=quick, progress=progress)
             return report.document(taken, plan.NOTES)
@@ -127,9 +146,14 @@ def measure(
             return report.document(costs, context.NOTES)
         if what == "model":
             times = models.run_model(
-                model=model, random=random, repeats=repeats or models.REPEATS, quick=quick, progress=progress
+                model=model,
+                random=random,
+                repeats=repeats or models.REPEATS,
+                quick=quick,
+                profile=profile,
+                progress=progress,
             )
-            return report.document(times, models.NOTES)
+            return report.document(times, (*models.NOTES, *told))
         peaks = memory.run_memory(
             model=model, random=random, repeats=repeats or memory.REPEATS, quick=quick, progress=progress
         )
@@ -142,8 +166,14 @@ def show(document: Mapping[str, Any]) -> None:
     if times := [row for row in rows if "ratio" in row]:
         print_table(TIME_COLUMNS, [_cells(row) for row in times], title=document["command"])
         print()
+        if judged := [row for row in times if _bars(row)]:
+            for row in judged:
+                print(f"{row['name']} {_variant(row)}, {row['shape']}: {_bars(row)}")
+            print()
     for row in rows:
-        if "ratio" not in row:
+        if "profile" in row:
+            _show_profile(row)
+        elif "ratio" not in row:
             _show_sizes(row)
         elif "composition" in row:
             _show_composition(row)
@@ -152,6 +182,17 @@ def show(document: Mapping[str, Any]) -> None:
     print_facts("roofline", roofline)
     for note in document["notes"]:
         print(note)
+
+
+def _show_profile(row: Mapping[str, Any]) -> None:
+    """A table of each contestant: the parts of its step, slowest first."""
+    for kind, parts in row["profile"].items():
+        cells = [
+            (part["part"], f"{part['calls']:g}", f"{part['seconds'] * 1e3:.3f}", f"{part['share']:.1%}")
+            for part in parts
+        ]
+        print_table(PROFILE_COLUMNS, cells, title=f"{row['shape']}, {row['numerics']}, {kind}")
+        print()
 
 
 def _show_sizes(row: Mapping[str, Any]) -> None:
@@ -188,12 +229,31 @@ def _cells(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     if contestants in (["ced_s", "full_s"], ["long_s", "short_s"]):
         contestants.reverse()
     baseline, measured = (_time(key, row[key]) for key in contestants)
-    variant = " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
-    ratio = row["ratio"]
+    ratio, variant = row["ratio"], _variant(row)
     if ratio is None:
         return row["name"], row["shape"], variant, baseline, row["unavailable"], "-", "-", "-"
-    share = f"{row['roofline']['share']:.0%} ({row['roofline']['bound']})" if "roofline" in row else "-"
-    return row["name"], row["shape"], variant, baseline, measured, f"{ratio:.3g}", share, _bar(row, f"{ratio:.3g}")
+    share, plain = (_share(row.get(key)) for key in ("roofline", "baseline_roofline"))
+    return row["name"], row["shape"], variant, baseline, measured, f"{ratio:.3g}", share, plain
+
+
+def _share(found: Mapping[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['share']:.0%} ({found['bound']})"
+
+
+def _bars(row: Mapping[str, Any]) -> str:
+    """Every bar of a row of times: `ratio 5.1 >= 5: reached; share 41.0% >= 40%: reached; baseline ...: fair`."""
+    said = [f"ratio {_bar(row, format(row['ratio'], '.3g'))}"] if row.get("bar") and row["ratio"] is not None else []
+    for key, name in (("roofline", "share"), ("baseline_roofline", "baseline")):
+        found = row.get(key) or {}
+        if "bar" in found:
+            words = ("fair", "NOT FAIR") if name == "baseline" else ("reached", "MISSED")
+            least, reached = found["bar"]["at_least"], found["bar"]["reached"]
+            said.append(f"{name} {found['share']:.1%} >= {least:.0%}: {words[0 if reached else 1]}")
+    return "; ".join(said)
+
+
+def _variant(row: Mapping[str, Any]) -> str:
+    return " ".join(str(row[key]) for key in ("path", "numerics") if key in row)
 
 
 def _time(name: str, sample: Mapping[str, float] | None) -> str:

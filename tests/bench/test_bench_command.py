@@ -107,6 +107,7 @@ def test_the_command_names_no_path_of_this_machine() -> None:
     said = spelled("model", 5, True, Path("/home/someone/a model"))
     assert said == "rorqual bench model --repeats 5 --quick --model 'a model'"
     assert spelled("memory", None, False, None, "real-pair") == "rorqual bench memory --random real-pair"
+    assert spelled("model", None, False, None, profile=True) == "rorqual bench model --profile"
     said = spelled("context", 2, False, None, parts=("decode", "prefill"))
     assert said == "rorqual bench context --part decode --part prefill --repeats 2"
 
