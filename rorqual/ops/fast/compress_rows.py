@@ -37,7 +37,7 @@ from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.latent_rows import turned
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import norm_row
-from rorqual.ops.fast.row_kernels import LANES_ROOM, WIDE_ROOM, address, columns, pack_row, part, share_vector
+from rorqual.ops.fast.row_kernels import address, columns, pack_row, part, rooms, share_vector
 from rorqual.ops.fast.row_vectors import BF16, Array
 from rorqual.ops.paged import GroupWrite, PagedRegion
 
@@ -179,7 +179,7 @@ def _compress(bf16, x_TD, weights, norms, settings, segments_P9, pages, tails, a
     x_T = address(x_packed) + np.arange(rows) * (hidden * 4)
     kv_TC, score_TC = np.empty((rows, channels), np.float32), np.empty((rows if wgate else 0, channels), np.float32)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(channels, share, parts)
         share_vector(bf16, _BF16, wkv, wkv, channels, hidden, n0, n1, x_T, kv_TC, lanes, wide)
         if wgate:
@@ -189,7 +189,7 @@ def _compress(bf16, x_TD, weights, norms, settings, segments_P9, pages, tails, a
         norm_row(main_GC[i], norms[0], eps, native)
         pack_row(main_GC[i], True, False, latent_packed[i])
     if groups:
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(groups)
         latent_G = address(latent_packed) + np.arange(groups) * (channels * 4)
         share_vector(bf16, _BF16, wk, wk, width, channels, 0, width, latent_G, key_GK, lanes, wide)
     for i in range(groups):

@@ -32,13 +32,12 @@ from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import inverse_rms, round_row
 from rorqual.ops.fast.row_kernels import (
-    LANES_ROOM,
-    WIDE_ROOM,
     address,
     columns,
     pack_row,
     part,
     reassociated,
+    rooms,
     round_bf16,
     share_vector,
 )
@@ -113,7 +112,7 @@ def _engram(fp8, x_TSD, index_TE, table, wkv, weight_SD, eps, image_T, native, r
     width = (copies + 1) * hidden
     y_TN, x_T = np.empty((rows, width), np.float32), address(packed_TM) + np.arange(rows) * (memory * 4)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         n0, n1 = columns(width, share, parts)
         share_vector(fp8, _FP8, wkv[0], wkv[1], width, memory, n0, n1, x_T, y_TN, lanes, wide)
         for t in range(rows):

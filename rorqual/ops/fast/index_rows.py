@@ -28,11 +28,10 @@ from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.latent_rows import turned
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.row_kernels import (
-    LANES_ROOM,
-    WIDE_ROOM,
     address,
     columns,
     pack_row,
+    rooms,
     round_bf16,
     share_vector,
 )
@@ -63,7 +62,7 @@ def _queries(markers, qr_TQ, x_TD, weights, angles, scale, native, room, q_TIK, 
     width = heads * channels
     q_TN = q_TIK.reshape(rows, width)
     for share in prange(parts):
-        lanes, wide = np.empty(LANES_ROOM, np.float32), np.empty(WIDE_ROOM, np.float32)
+        lanes, wide = rooms(rows)
         # Whole heads, so that a thread can turn what it has made.
         h0, h1 = heads * share // parts, heads * (share + 1) // parts
         share_vector(fp8, _FP8, codes, scales, width, latent, h0 * channels, h1 * channels, q_T, q_TN, lanes, wide)

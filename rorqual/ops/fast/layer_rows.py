@@ -27,8 +27,18 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32, NumberFormat
 from rorqual.formats.weights import TILE
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.attention import attend_rows, attend_split, check_pages, split_sizes
-from rorqual.ops.fast.decode import BLOCK, DECODED, E8M0, ENTRIES, NO_REGION, PAGE_BYTES, REGION, region_arrays
+from rorqual.ops.fast.attention import attend_rows, attend_split, split_sizes
+from rorqual.ops.fast.decode import (
+    BLOCK,
+    DECODED,
+    E8M0,
+    ENTRIES,
+    NO_REGION,
+    PAGE_BYTES,
+    REGION,
+    check_pages,
+    region_arrays,
+)
 from rorqual.ops.fast.hyper import expand_kernel
 from rorqual.ops.fast.hyper_rows import MIX, SETTINGS, MixRows, enter_kernel
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients

@@ -11,7 +11,7 @@ T rows of x, N outputs, K inputs (a multiple of 32), J weights, P products sorte
 """
 
 # Kernels are typed by their Numba signatures.
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
 
