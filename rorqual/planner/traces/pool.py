@@ -37,7 +37,7 @@ class PoolCounts:
 
 
 class Pool:
-    """Pages by key, `capacity` pages in all, `full` of them a key but for a prompt's last.
+    """Pages by key, `capacity` in all, `full` a key but for a prompt's last; about 160 bytes of our own memory a key.
 
     A prompt finds the longest run of its keys from its start; the pages that it misses are written, and it is the
     latest user of all its keys. Within a prompt the deepest key is the first to go: a page is useless without those
