@@ -11,7 +11,8 @@ import pytest
 
 from rorqual.errors import InputError
 from rorqual.planner.traces import formats, synthetic, text
-from rorqual.planner.traces.ahead import requests_ahead
+from rorqual.planner.traces.ahead import batches_ahead
+from rorqual.planner.traces.prompts import Prompts
 from rorqual.planner.traces.request import Request
 
 MOONCAKE = {"timestamp": 1200, "input_length": 1500, "output_length": 80, "hash_ids": [7, 8, 31]}
@@ -25,6 +26,7 @@ BAILIAN = {
     "turn": 1,
     "hash_ids": [70, 71, 90],
 }
+CHATS = ((12, -1, 4.25), (13, 12, 9.25), (14, -1, 10.25))
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,300,20,320,API log\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.2500000,4096,12\n2023-11-16 18:00:01,5,0\n"
 PLAIN = "timestamp_s,input_tokens,output_tokens,session\n0.25,4096,128,alice\n3,10,1,\n"
@@ -214,17 +216,40 @@ def test_a_second_process_reads_the_same(tmp_path: Path, write: Callable[[str | 
     synthetic.write(str(path), 1200)
     mooncake = formats.named("mooncake")
     calls: list[tuple[int, int]] = []
-    there = list(requests_ahead(str(path), mooncake, lambda done, total: calls.append((done, total))))
-    assert there == list(formats.requests(str(path), mooncake))
+    here, there = (Prompts(512, 128, 300_000_000) for _ in range(2))
+    batches = list(batches_ahead(str(path), mooncake, there, lambda done, total: calls.append((done, total))))
+    assert batches == list(here.batches(formats.requests(str(path), mooncake)))
+    assert sum(len(batch.times_us) for batch in batches) == 1200 > len(batches[0].times_us)
+    assert summed(there) == summed(here)
     assert calls[-1] == (path.stat().st_size,) * 2
     with path.open("a") as file:
         file.write("{}\n")
     with pytest.raises(InputError, match=r"^line 1201: timestamp is missing$"):
-        list(requests_ahead(str(path), mooncake))
+        list(batches_ahead(str(path), mooncake, Prompts(512, 128, 1)))
     # One that is given up half way ends its reader.
-    stream = requests_ahead(str(path), mooncake)
-    assert next(stream) == there[0]
+    stream = batches_ahead(str(path), mooncake, Prompts(512, 128, 1))
+    assert next(stream) == batches[0]
     stream.close()  # type: ignore[attr-defined]
+
+
+def test_chats_cross_the_pipe(write: Callable[[str | bytes], str]) -> None:
+    """Two turns 5 s apart are one session, and a third a second after it another."""
+    turns = [{**BAILIAN, "chat_id": chat, "parent_chat_id": before, "timestamp": at} for chat, before, at in CHATS]
+    path, bailian = write(lines(*turns)), formats.named("bailian")
+    here, there = (Prompts(16, 128, 300_000_000) for _ in range(2))
+    assert list(batches_ahead(path, bailian, there)) == list(here.batches(formats.requests(path, bailian)))
+    assert summed(there) == summed(here)
+    assert (there.sessions.started, there.sessions.peak) == (2, 2)
+
+
+def summed(prompts: Prompts) -> list[object]:
+    """All that a trace's prompts add up to."""
+    arrivals, sessions = prompts.arrivals, prompts.sessions
+    return [
+        *(getattr(arrivals, name) for name in ("requests", "input_tokens", "output_tokens", "late", "peak_minute")),
+        *(arrivals.first_us, arrivals.now_us),
+        *(sessions.started, sessions.peak, sessions.mean(arrivals.first_us)),
+    ]
 
 
 def test_the_synthetic_trace_is_the_same_every_time_and_as_described(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Field case 60 and its kind: blocks to pages, a pool against a model block by block, hand-made traces."""
+"""Field case 60 and its kind: a pool against a model block by block, hand-made traces."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from rorqual.config import presets
 from rorqual.errors import InputError
 from rorqual.layout import KVLayout
-from rorqual.planner.traces.blocks import BlockMap, Key
-from rorqual.planner.traces.pool import Pool
+from rorqual.planner.traces.blocks import BlockMap
+from rorqual.planner.traces.pool import Pool, Segment
 from rorqual.planner.traces.replay import ReplayResult, ReplaySettings, replay
 from rorqual.planner.traces.request import Request
 from rorqual.planner.traces.sessions import Sessions
@@ -40,111 +41,45 @@ def run(
     return replay(trace, block, layout, options)
 
 
-# Blocks and pages
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 127, 128, 383, 384, 511, 512, 513, 639, 640, 1024, 1300, 1536])
-@pytest.mark.parametrize(
-    ("block", "page"), [(512, 128), (512, 512), (16, 128), (128, 128), (512, 384), (48, 128), (384, 512)]
-)
-@pytest.mark.parametrize("partial", [True, False])
-def test_keys_hold_the_whole_pages_of_the_prompt(tokens: int, block: int, page: int, partial: bool) -> None:
-    blocks = BlockMap(block, page)
-    count = -(-tokens // block) if partial else tokens // block
-    keys = blocks.keys(prompt(tokens, *range(100, 100 + count)))
-    assert sum(blocks.pages_of(key) for key in keys) == tokens // page == blocks.pages(keys)
-    assert len(set(keys)) == len(keys)
-
-
-def test_the_partial_last_block_is_shared_by_its_id_only() -> None:
-    """Mooncake: 1,500 tokens are blocks of 512, 512 and 476; the last has 3 whole pages and an id."""
-    blocks = BlockMap(512, 128)
-    assert blocks.keys(prompt(1500, 1, 2, 3)) == [1, 2, (3, 3)]
-    assert blocks.keys(prompt(1500, 1, 2, 3)) == blocks.keys(prompt(1510, 1, 2, 3))
-    # The same id over fewer pages, or over a full block, is another thing.
-    assert blocks.keys(prompt(1300, 1, 2, 3))[2] == (3, 2)
-    assert blocks.keys(prompt(1536, 1, 2, 3))[2] == 3
-
-
-def test_pages_of_small_blocks_need_all_their_ids() -> None:
-    """Bailian: 8 blocks of 16 make a page, and a page stands for all before it."""
-    blocks = BlockMap(16, 128)
-    first = blocks.keys(prompt(300, *range(19)))
-    assert len(first) == 2
-    assert blocks.keys(prompt(299, *range(18), 99)) == first
-    for changed in (0, 7):
-        ids = list(range(19))
-        ids[changed] = 77
-        assert not set(blocks.keys(prompt(300, *ids))) & set(first)
-    ids = list(range(19))
-    ids[8] = 77
-    assert blocks.keys(prompt(300, *ids))[0] == first[0]
-    assert blocks.keys(prompt(300, *ids))[1] != first[1]
-
-
-def test_pages_that_straddle_blocks() -> None:
-    """Blocks of 512, pages of 384: page 2 is tokens 384..767, so it takes blocks 0 and 1 both."""
-    blocks = BlockMap(512, 384)
-    one, other = blocks.keys(prompt(1024, 1, 2)), blocks.keys(prompt(1024, 1, 3))
-    assert len(one) == len(other) == 2
-    assert one[0] == other[0]
-    assert one[1] != other[1]
-
-
-def test_without_ids_every_page_is_private() -> None:
-    blocks = BlockMap(0, 128)
-    first, second = blocks.keys(prompt(1000)), blocks.keys(prompt(1000))
-    assert blocks.pages(first) == blocks.pages(second) == 7
-    assert not set(first) & set(second)
-    # So are the pages of a partial block without an id.
-    blocks = BlockMap(512, 128)
-    assert blocks.keys(prompt(1000, 5))[0] == blocks.keys(prompt(1000, 5))[0] == 5
-    assert blocks.keys(prompt(1000, 5))[1] != blocks.keys(prompt(1000, 5))[1]
-
-
-def test_illegal_blocks() -> None:
-    for block, page in ((-1, 128), (512, 0)):
-        with pytest.raises(InputError, match="do not go together"):
-            BlockMap(block, page)
-
-
 # The pool against a model block by block
 
 
 class NaivePool:
     """Every block with its uses and the moment of its last; the victim is found by looking at all of them."""
 
-    def __init__(self, capacity: int, name: str, ttl: int, blocks: BlockMap) -> None:
-        self.capacity, self.name, self.ttl, self.blocks = capacity, name, ttl, blocks
-        self.held: dict[Key, tuple[int, int, int, int]] = {}  # uses, serial, depth, time
+    def __init__(self, capacity: int, name: str, ttl: int) -> None:
+        self.capacity, self.name, self.ttl = capacity, name, ttl
+        self.held: dict[int, tuple[int, int, int, int]] = {}  # uses, serial, depth, time
+        self.pages: dict[int, int] = {}
         self.serial = self.written = self.evicted = self.expired = 0
 
     @property
     def used(self) -> int:
-        return sum(self.blocks.pages_of(key) for key in self.held)
+        return sum(self.pages[key] for key in self.held)
 
-    def serve(self, keys: list[Key], now: int) -> int:
+    def serve(self, keys: list[int], sizes: list[int], now: int) -> int:
+        self.pages.update(zip(keys, sizes, strict=True))
         if self.name == "ttl":
             for key in [key for key, (*_, used) in self.held.items() if now - used >= self.ttl]:
-                self.expired += self.blocks.pages_of(key)
+                self.expired += self.pages[key]
                 del self.held[key]
-        while sum(self.blocks.pages_of(key) for key in keys) > self.capacity:
+        while sum(self.pages[key] for key in keys) > self.capacity:
             keys = keys[:-1]
         found = 0
         while found < len(keys) and keys[found] in self.held:
             found += 1
-        need = sum(self.blocks.pages_of(key) for key in keys[found:])
+        need = sum(self.pages[key] for key in keys[found:])
         self.written += need
         while self.used + need > self.capacity:
             victim = min(self.held.keys() - set(keys[:found]), key=self.rank)
-            self.evicted += self.blocks.pages_of(victim)
+            self.evicted += self.pages[victim]
             del self.held[victim]
         self.serial += 1
         for depth, key in enumerate(keys):
             self.held[key] = (self.held.get(key, (0,))[0] + 1, self.serial, depth, now)
-        return sum(self.blocks.pages_of(key) for key in keys[:found])
+        return sum(self.pages[key] for key in keys[:found])
 
-    def rank(self, key: Key) -> tuple[int, int, int]:
+    def rank(self, key: int) -> tuple[int, int, int]:
         uses, serial, depth, _ = self.held[key]
         return (uses if self.name == "lfu" else 0, serial, -depth)
 
@@ -163,16 +98,18 @@ PROMPTS = st.lists(
 @given(trace=PROMPTS, capacity=st.integers(0, 60), name=st.sampled_from(["lru", "lfu", "ttl"]))
 def test_the_pool_equals_the_naive_one(trace: list[tuple[list[int], int, int]], capacity: int, name: str) -> None:
     blocks = BlockMap(512, 128)
-    pool = Pool(capacity, make(name, 4 if name == "ttl" else None), blocks)
-    naive = NaivePool(capacity, name, 4, blocks)
+    pool = Pool(capacity, make(name, 4 if name == "ttl" else None), blocks.full)
+    naive = NaivePool(capacity, name, 4)
     names: dict[tuple[int, ...], int] = {}
     now = 0
     for branches, rest, wait in trace:
         now += wait
         ids = chain([*branches, 2] if rest else branches, names)
-        keys = blocks.keys(prompt(512 * len(branches) + rest, *ids))
+        tokens = 512 * len(branches) + rest
+        keys = blocks.keys(prompt(tokens, *ids))
         pool.at(now)
-        assert pool.serve(list(keys)) == naive.serve(keys, now)
+        found = naive.serve(keys.tolist(), blocks.sizes(len(keys), tokens // 128), now)
+        assert pool.serve(keys, tokens // 128) == found
         pool.check_integrity()
         assert pool.used == naive.used
         assert (pool.counts.written, pool.counts.evicted, pool.counts.expired) == (
@@ -183,14 +120,35 @@ def test_the_pool_equals_the_naive_one(trace: list[tuple[list[int], int, int]], 
 
 
 def test_a_prompt_larger_than_the_pool_keeps_its_start() -> None:
-    pool = Pool(9, make("lru"), BlockMap(512, 128))
-    assert pool.serve([1, 2, 3, (4, 2)]) == 0
+    pool = Pool(9, make("lru"), 4)
+    assert pool.serve(array("q", [1, 2, 3, 4]), 14) == 0
     assert (pool.used, pool.counts.written, pool.counts.evicted) == (8, 8, 0)
-    assert pool.serve([1, 2, 3]) == 8
-    empty = Pool(0, make("lru"), BlockMap(512, 128))
-    assert [empty.serve([1, 2]), empty.serve([1, 2]), empty.used] == [0, 0, 0]
+    assert pool.serve(array("q", [1, 2, 3]), 12) == 8
+    empty = Pool(0, make("lru"), 4)
+    assert [empty.serve(array("q", [1, 2]), 8), empty.serve(array("q", [1, 2]), 8), empty.used] == [0, 0, 0]
+    # The pages of a prompt without ids are one key, which fits or does not.
+    private = Pool(9, make("lru"), 1)
+    assert (private.serve(array("q", [1]), 10), private.used) == (0, 0)
+    assert (private.serve(array("q", [2]), 9), private.used) == (0, 9)
     with pytest.raises(InputError, match="a pool has 0 pages or more; got -1"):
-        Pool(-1, make("lru"), BlockMap(512, 128))
+        Pool(-1, make("lru"), 4)
+
+
+@BOUNDED
+@given(
+    trace=st.lists(st.lists(st.integers(0, 5), unique=True, max_size=5), max_size=40),
+    name=st.sampled_from(["lru", "lfu", "ttl"]),
+)
+def test_ids_that_do_not_name_what_precedes_them(trace: list[list[int]], name: str) -> None:
+    """No such trace is right, and none may break the pool: what it holds is what was written and is not gone."""
+    policy = make(name, 4 if name == "ttl" else None)
+    pool = Pool(24, policy, 4)
+    for now, ids in enumerate(trace):
+        pool.at(now)
+        assert 0 <= pool.serve(array("q", ids), 4 * len(ids)) <= 4 * len(ids)
+        held: list[Segment] = list(policy)  # type: ignore[arg-type]
+        assert pool.used == sum(segment.pages for segment in held) == 4 * sum(len(segment.keys) for segment in held)
+        assert pool.used == pool.counts.written - pool.counts.evicted - pool.counts.expired <= 24
 
 
 # Hand-made traces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rorqual.planner.table import Table
     from rorqual.planner.traces.curve import CurveSample
     from rorqual.planner.traces.formats import TraceFormat
+    from rorqual.planner.traces.prompts import Batch
     from rorqual.planner.traces.replay import ReplaySettings
-    from rorqual.planner.traces.request import Request
 
 POOL = "256GB"
 OF_A_REPLAY = {
@@ -116,24 +116,25 @@ def replayed(
 ) -> list[Table]:
     """The tables of one replay, with progress in bytes of the file."""
     from rorqual.cli.output import ProgressLine, bytes_text
-    from rorqual.planner.traces.ahead import requests_of
-    from rorqual.planner.traces.replay import replay
+    from rorqual.planner.traces.ahead import batches_of
+    from rorqual.planner.traces.replay import prompts_of, replay_batches
     from rorqual.planner.traces.tables import curve_table, pool_figures, sample_figures, trace_figures
     from rorqual.planner.traffic_tables import figures_table
     from rorqual.planner.units import decimal_bytes
 
     with _without_collector(), ProgressLine("reading", bytes_text) as progress:
-        requests = requests_of(str(file), trace_format, progress)
+        prompts = prompts_of(trace_format.block_tokens, layout, settings)
+        batches = batches_of(str(file), trace_format, prompts, progress)
         if sample is not None:
-            requests = _watched(requests, sample.add)
-        result = replay(requests, trace_format.block_tokens, layout, settings)
+            batches = _watched(batches, sample)
+        result = replay_batches(batches, prompts, layout, settings)
     pool = f"Pool of {decimal_bytes(settings.pool_bytes)}, {settings.policy}"
     tables = [
         figures_table(trace_figures(result, layout, settings), "trace", f"{file.name} ({trace_format.name})"),
         figures_table(pool_figures(result, layout), "pool", pool),
     ]
     if sample is not None:
-        curve = sample.curve()
+        curve = sample.curve(result.arrivals.input_tokens)
         tables.append(curve_table(curve, layout, target))
         tables.append(figures_table(sample_figures(curve), "sample", "What the curve was made from"))
     return tables
@@ -151,10 +152,11 @@ def _sample(file: Path, trace_format: TraceFormat, layout: KVLayout, policy: str
     return CurveSample(trace_format.block_tokens, layout.page_tokens, layout.config.sliding_window, rate)
 
 
-def _watched(requests: Iterable[Request], watch: Callable[[Request], None]) -> Iterator[Request]:
-    for request in requests:
-        watch(request)
-        yield request
+def _watched(batches: Iterable[Batch], sample: CurveSample) -> Iterator[Batch]:
+    for batch in batches:
+        for _, keys, pages in batch.prompts():
+            sample.add(keys, pages)
+        yield batch
 
 
 @contextmanager

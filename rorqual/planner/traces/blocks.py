@@ -9,21 +9,26 @@ floor(their tokens / page) pages, whatever the two sizes are:
 
 Two requests share a page if they share the blocks that hold its tokens; what they share within a block, a trace does
 not tell. Pages that no id covers are private: they take room and are never found again.
+
+A key is a word of 64 bits: a block's id, or else a hash. Keys of a prompt lie in an array, since a pool holds millions
+and most that come are dropped at once: as objects of their own they take most of a replay's time.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from array import array
+from typing import TypeAlias
 
 from rorqual.errors import InputError
 from rorqual.planner.traces.request import Request
 
-Key = int | tuple[int, ...]
-"""An int: a block or page of `BlockMap.full` pages. A tuple: (name, its pages, or with a third 0 if private)."""
+Keys: TypeAlias = "array[int]"
+"""Keys of a prompt in order. All are of `BlockMap.full` pages but the last, whose pages are what is left of them."""
+WORD = 1 << 64
 
 
 class BlockMap:
-    """Keys of a prompt, and the pages of each.
+    """Keys of prompts, and the pages of each.
 
     Args:
         block_tokens: tokens of a trace block; 0 for a trace without hashes, whose pages are all private.
@@ -41,60 +46,61 @@ class BlockMap:
         self.full = block_tokens // page_tokens if self.by_block else 1
         self._private = 0
 
-    def keys(self, request: Request) -> list[Key]:
-        """Keys of the prompt in order; their pages sum to floor(prompt / page).
+    def keys(self, request: Request) -> Keys:
+        """Keys of the prompt in order; together they are of floor(prompt / page) pages.
 
         >>> mooncake = BlockMap(512, 128)
-        >>> mooncake.keys(Request(0, 1300, 1, [7, 8, 31])), mooncake.keys(Request(0, 1100, 1, [7, 8, 32]))
-        ([7, 8, (31, 2)], [7, 8])
-        >>> mooncake.keys(Request(0, 1300, 1, [7, 8]))
-        [7, 8, (1, 2, 0)]
+        >>> full = mooncake.keys(Request(0, 1100, 1, [7, 8, 32]))
+        >>> partial = mooncake.keys(Request(0, 1300, 1, [7, 8, 31]))
+        >>> list(full), partial[:2] == full, len(partial)
+        ([7, 8], True, 3)
         """
         ids, tokens = request.ids, request.input_tokens
         if not self.by_block:
             return self._pages(ids, tokens)
         full = tokens // self.block_tokens
         rest = (tokens - full * self.block_tokens) // self.page_tokens
-        keys = cast("list[Key]", ids[:full])
+        keys = _words(ids[:full])
         if rest:
-            keys.append((ids[full], rest) if len(ids) > full else self._name_private(rest))
+            # Another key than that of the full block, should the id come back as one.
+            keys.append(hash((ids[full], rest)) if len(ids) > full else self._name_private())
         return keys
 
-    def pages_of(self, key: Key) -> int:
-        """Pages [1] of one key.
+    def sizes(self, keys: int, pages: int) -> list[int]:
+        """Pages [1] of each of a prompt's keys, of which there are so many, of so many pages in all.
 
-        >>> BlockMap(512, 128).pages_of(7), BlockMap(512, 128).pages_of((31, 2))
-        (4, 2)
+        >>> BlockMap(512, 128).sizes(3, 10)
+        [4, 4, 2]
         """
-        return key[1] if type(key) is tuple else self.full
+        return [self.full] * (keys - 1) + [pages - self.full * (keys - 1)] if keys else []
 
-    def pages(self, keys: list[Key]) -> int:
-        """Pages [1] of a run of one prompt's keys: only its last can be an odd one.
-
-        >>> BlockMap(512, 128).pages([7, 8, (31, 2)])
-        10
-        """
-        if not keys:
-            return 0
-        last = keys[-1]
-        return self.full * (len(keys) - 1) + (last[1] if type(last) is tuple else self.full)
-
-    def _pages(self, ids: list[int], tokens: int) -> list[Key]:
+    def _pages(self, ids: list[int], tokens: int) -> Keys:
         """Page after page, its name made of the name before it and of the ids since."""
         block, page = self.block_tokens, self.page_tokens
         covered = min(len(ids) * block, tokens) // page
-        keys: list[Key] = []
+        keys = array("q")
         name, used = 0, 0
         for number in range(1, covered + 1):
             end = -(-number * page // block)
             name = hash((name, *ids[used:end]))
             keys.append(name)
             used = end
-        alone = tokens // page - covered
-        if alone:
-            keys.append(self._name_private(alone))
+        if tokens // page > covered:
+            keys.append(self._name_private())
         return keys
 
-    def _name_private(self, pages: int) -> Key:
+    def _name_private(self) -> int:
         self._private += 1
-        return (self._private, pages, 0)
+        return hash((self._private, 0, 0))
+
+
+def _words(ids: list[int]) -> Keys:
+    """Ids as they are; of those beyond 64 bits with a sign, the lowest 64.
+
+    >>> list(_words([7, -1])), list(_words([7, 2**64 - 9]))
+    ([7, -1], [7, -9])
+    """
+    try:
+        return array("q", ids)
+    except OverflowError:
+        return array("q", [(name + WORD // 2) % WORD - WORD // 2 for name in ids])

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from rorqual.errors import InputError
-from rorqual.planner.traces.blocks import BlockMap, Key
+from rorqual.planner.traces.blocks import BlockMap, Keys
 from rorqual.planner.traces.request import Request
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -55,10 +55,10 @@ class Distances:
         self._tree = [0] * (slots + 1)
         self._used = 0
         self._total = 0
-        self._place: dict[Key, int] = {}  # in the order of last use
-        self._size: dict[Key, int] = {}
+        self._place: dict[int, int] = {}  # in the order of last use
+        self._size: dict[int, int] = {}
 
-    def above(self, key: Key) -> int | None:
+    def above(self, key: int) -> int | None:
         """Size of all keys used later than this one; None if it was never used.
 
         >>> distances = Distances()
@@ -76,7 +76,7 @@ class Distances:
             at &= at - 1
         return self._total - sum_to
 
-    def use(self, key: Key, size: int) -> None:
+    def use(self, key: int, size: int) -> None:
         """Make the key the latest."""
         at = self._place.pop(key, 0)
         if at:
@@ -162,7 +162,7 @@ class Curve:
 
 
 class CurveSample:
-    """What one pass gathers for a curve: `add` every request in its order, then ask for the `curve`.
+    """What one pass gathers for a curve: `add` every prompt in its order, then ask for the `curve`.
 
     Args:
         block_tokens: of the trace's format. page_tokens: of the model. window: W; hits of W tokens or fewer count 0.
@@ -181,7 +181,6 @@ class CurveSample:
         "_requests",
         "_sampled",
         "_seen",
-        "_tokens",
         "_window",
         "rate",
     )
@@ -197,14 +196,18 @@ class CurveSample:
         self._window = window
         self._limit = int(rate * (1 << 64))
         self._gains: dict[int, float] = {}
-        self._requests = self._tokens = self._sampled = self._seen = self._expected = 0
+        self._requests = self._sampled = self._seen = self._expected = 0
 
-    def add(self, request: Request) -> None:
-        """Look up the request's sampled keys, then use them."""
+    def add(self, keys: Keys, pages: int) -> None:
+        """Look up the sampled keys of a prompt of so many pages, then use them."""
         distances, gains = self._distances, self._gains
         self._requests += 1
-        self._tokens += request.input_tokens
-        uses, whole = _sample(self._blocks.keys(request), self._blocks, self._window, self._limit)
+        uses, whole = _sample(
+            zip(keys, self._blocks.sizes(len(keys), pages), strict=True),
+            self._blocks.page_tokens,
+            self._window,
+            self._limit,
+        )
         self._expected += whole
         self._sampled += len(uses)
         for key, size, gain in uses:
@@ -216,8 +219,8 @@ class CurveSample:
         for key, size, _ in reversed(uses):
             distances.use(key, size)
 
-    def curve(self) -> Curve:
-        """The curve of the requests so far.
+    def curve(self, input_tokens: int) -> Curve:
+        """The curve of the prompts so far, which are of so many tokens in all.
 
         Uses that the sample has too many or too few of are those of a few popular keys, which a small pool finds: they
         are made up for at the smallest distance.
@@ -229,7 +232,7 @@ class CurveSample:
             rate=self.rate,
             sampled=self._sampled,
             requests=self._requests,
-            input_tokens=self._tokens,
+            input_tokens=input_tokens,
             gains=gains,
         )
 
@@ -245,23 +248,25 @@ def measure(requests: Iterable[Request], block_tokens: int, page_tokens: int, wi
     (0.0, True, True)
     """
     sample = CurveSample(block_tokens, page_tokens, window, rate)
+    blocks, input_tokens = BlockMap(block_tokens, page_tokens), 0
     for request in requests:
-        sample.add(request)
-    return sample.curve()
+        sample.add(blocks.keys(request), request.input_tokens // page_tokens)
+        input_tokens += request.input_tokens
+    return sample.curve(input_tokens)
 
 
-def _sample(keys: list[Key], blocks: BlockMap, window: int, limit: int) -> tuple[list[tuple[Key, int, int]], int]:
-    """(key, pages, tokens that finding it adds to the hit) of the sampled keys; and the tokens of all keys together.
+def _sample(
+    keys: Iterable[tuple[int, int]], page_tokens: int, window: int, limit: int
+) -> tuple[list[tuple[int, int, int]], int]:
+    """(key, pages, tokens that finding it adds to the hit) of the sampled ones of (key, pages); and the tokens of all.
 
     A multiplicative hash spreads consecutive ids evenly, so a run of them is sampled close to its share.
     """
-    uses: list[tuple[Key, int, int]] = []
-    page, full = blocks.page_tokens, blocks.full
+    uses: list[tuple[int, int, int]] = []
     reached = adopted = 0
-    for key in keys:
-        size = key[1] if type(key) is tuple else full
-        reached += size * page
-        if hash(key) * GOLDEN & WORD < limit:
+    for key, size in keys:
+        reached += size * page_tokens
+        if key * GOLDEN & WORD < limit:
             uses.append((key, size, reached - adopted if reached > window else 0))
         if reached > window:
             adopted = reached

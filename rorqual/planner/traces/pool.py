@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rorqual.errors import InputError
-from rorqual.planner.traces.blocks import BlockMap, Key
+from rorqual.planner.traces.blocks import Keys
 from rorqual.policies import LFU, LRU, TTL
 
 
@@ -21,7 +21,7 @@ class Segment:
 
     __slots__ = ("keys", "pages")
 
-    def __init__(self, keys: list[Key], pages: int) -> None:
+    def __init__(self, keys: Keys, pages: int) -> None:
         self.keys = keys
         self.pages = pages
 
@@ -37,24 +37,24 @@ class PoolCounts:
 
 
 class Pool:
-    """Pages by key, `capacity` pages in all; about 150 bytes of our own memory a key.
+    """Pages by key, `capacity` in all, `full` a key but for a prompt's last; about 160 bytes of our own memory a key.
 
     A prompt finds the longest run of its keys from its start; the pages that it misses are written, and it is the
     latest user of all its keys. Within a prompt the deepest key is the first to go: a page is useless without those
     before it. None that it found makes room for it. A prompt larger than the pool keeps its first keys that fit.
     """
 
-    __slots__ = ("_blocks", "_policy", "_segments", "capacity", "counts", "used")
+    __slots__ = ("_full", "_policy", "_segments", "capacity", "counts", "used")
 
-    def __init__(self, capacity: int, policy: LRU[Any] | LFU[Any] | TTL[Any], blocks: BlockMap) -> None:
+    def __init__(self, capacity: int, policy: LRU[Any] | LFU[Any] | TTL[Any], full: int) -> None:
         if capacity < 0:
             raise InputError(f"a pool has 0 pages or more; got {capacity}")
         self.capacity = capacity
         self.used = 0
         self.counts = PoolCounts()
-        self._blocks = blocks
+        self._full = full
         self._policy = policy
-        self._segments: dict[Key, Segment] = {}  # by first key
+        self._segments: dict[int, Segment] = {}  # by first key
 
     def at(self, now: int) -> None:
         """Tell the time to a policy that expires keys."""
@@ -65,25 +65,27 @@ class Pool:
                 self.counts.expired += segment.pages
                 self.counts.keys_gone += len(segment.keys)
 
-    def serve(self, keys: list[Key]) -> int:
-        """Look the prompt up, use and add its pages; pages [1] found at its start.
+    def serve(self, keys: Keys, pages: int) -> int:
+        """Look the prompt up, use and add its pages, so many in all; pages [1] found at its start.
 
-        >>> pool = Pool(10, LRU(), BlockMap(512, 128))
-        >>> pool.serve([7, 8]), pool.serve([7, 9]), pool.serve([7, 8]), pool.counts.written, pool.counts.evicted
-        (0, 4, 4, 16, 8)
+        >>> from array import array
+        >>> pool = Pool(10, LRU(), 4)
+        >>> [pool.serve(array("q", keys), 8) for keys in ([7, 8], [7, 9], [7, 8])]
+        [0, 4, 4]
+        >>> pool.counts.written, pool.counts.evicted
+        (16, 8)
         """
-        total = self._blocks.pages(keys)
-        if total > self.capacity:
-            keys = self._first_that_fit(keys)
-            total = self._blocks.pages(keys)
+        if pages > self.capacity:
+            keys = keys[: min(self.capacity // self._full, len(keys) - 1)]
+            pages = self._full * len(keys)
         path, found = self._walk(keys)
         if found == len(keys):
             path.reverse()
             self._policy.touch_all(path)
-            return total
+            return pages
         # Only the last key of a prompt can be an odd one, and it is not among those found.
-        pages = found * self._blocks.full
-        need = total - pages
+        there = found * self._full
+        need = pages - there
         self._make_room(need, path)
         # What is new before what was there, deepest first: no key goes before those below it.
         self._policy.insert(self._add(keys[found:], need))
@@ -91,9 +93,9 @@ class Pool:
         self._policy.touch_all(path)
         self.used += need
         self.counts.written += need
-        return pages
+        return there
 
-    def _walk(self, keys: list[Key]) -> tuple[list[Segment], int]:
+    def _walk(self, keys: Keys) -> tuple[list[Segment], int]:
         """Segments along the prompt, and how many of its keys they hold; one that it leaves halfway is split there."""
         path: list[Segment] = []
         at, end, segments = 0, len(keys), self._segments
@@ -111,7 +113,7 @@ class Pool:
 
     def _split(self, tail: Segment, shared: int) -> Segment:
         """The first `shared` keys as a segment of their own; the rest keeps its place in the policy's order."""
-        pages = shared * self._blocks.full
+        pages = shared * self._full
         head = self._add(tail.keys[:shared], pages)
         tail.keys = tail.keys[shared:]
         tail.pages -= pages
@@ -119,7 +121,7 @@ class Pool:
         self._policy.insert_like(head, tail)
         return head
 
-    def _add(self, keys: list[Key], pages: int) -> Segment:
+    def _add(self, keys: Keys, pages: int) -> Segment:
         segment = self._segments[keys[0]] = Segment(keys, pages)
         return segment
 
@@ -138,7 +140,7 @@ class Pool:
             if segment in path:
                 continue
             keep = self._kept(segment, over - freed)
-            pages = keep * self._blocks.full
+            pages = keep * self._full
             freed += segment.pages - pages
             keys_gone += len(segment.keys) - keep
             if keep:
@@ -157,16 +159,7 @@ class Pool:
 
     def _kept(self, segment: Segment, over: int) -> int:
         """How many keys of a segment stay when `over` of its pages must go; its last, the odd one if any, is first."""
-        return max(0, min((segment.pages - over) // self._blocks.full, len(segment.keys) - 1))
-
-    def _first_that_fit(self, keys: list[Key]) -> list[Key]:
-        left, count = self.capacity, 0
-        for key in keys:
-            left -= self._blocks.pages_of(key)
-            if left < 0:
-                break
-            count += 1
-        return keys[:count]
+        return max(0, min((segment.pages - over) // self._full, len(segment.keys) - 1))
 
     def check_integrity(self) -> None:
         """Assert that tree, policy and pages counted agree, within the capacity."""
@@ -175,5 +168,5 @@ class Pool:
         assert len(held) == len(self._policy) == len(self._segments)
         keys = [key for segment in held for key in segment.keys]
         assert len(set(keys)) == len(keys)
-        assert all(segment.pages == self._blocks.pages(segment.keys) for segment in held)
+        assert all(segment.pages > self._full * (len(segment.keys) - 1) for segment in held)
         assert self.used == sum(segment.pages for segment in held) <= self.capacity

@@ -13,10 +13,9 @@ from fractions import Fraction
 from rorqual.errors import InputError
 from rorqual.layout import KVLayout, bounded_replay
 from rorqual.planner.traces.arrivals import Arrivals
-from rorqual.planner.traces.blocks import BlockMap
 from rorqual.planner.traces.pool import Pool, PoolCounts
+from rorqual.planner.traces.prompts import Batch, Prompts
 from rorqual.planner.traces.request import MICROSECONDS, Request
-from rorqual.planner.traces.sessions import Sessions
 from rorqual.policies import make
 
 MAX_SECONDS = 10**9
@@ -84,18 +83,52 @@ def replay(requests: Iterable[Request], block_tokens: int, layout: KVLayout, set
     >>> result.hit_tokens, result.reused_tokens, result.hit_rate, result.counts.written
     (1024, 896, Fraction(32, 75), 10)
     """
-    blocks, pool, sessions, arrivals = *_pool(block_tokens, layout, settings), Arrivals()
+    prompts = prompts_of(block_tokens, layout, settings)
+    return replay_batches(prompts.batches(requests), prompts, layout, settings)
+
+
+def prompts_of(block_tokens: int, layout: KVLayout, settings: ReplaySettings) -> Prompts:
+    """What takes a trace's requests for a replay under these settings. Units are `Prompts`'; source: the settings.
+
+    Raises:
+        InputError: a model without global KV, or a residence time out of range.
+
+    >>> from rorqual.config import presets
+    >>> prompts_of(512, KVLayout(presets.load("v4.1-flash")), ReplaySettings(pool_bytes=10**9)).key_pages
+    4
+    """
+    if not layout.page_bytes:
+        raise InputError("this model stores no global KV (it has no KV source): a pool would hold nothing")
+    return Prompts(block_tokens, layout.page_tokens, _as_us("a residence time", settings.residence_s))
+
+
+def replay_batches(
+    batches: Iterable[Batch], prompts: Prompts, layout: KVLayout, settings: ReplaySettings
+) -> ReplayResult:
+    """As `replay`, from batches of the prompts that they complete. Units are `ReplayResult`'s; source: the trace.
+
+    Raises:
+        InputError: settings out of range, or what a reader refuses.
+
+    >>> from rorqual.config import presets
+    >>> layout, settings = KVLayout(presets.load("v4.1-flash")), ReplaySettings(pool_bytes=10**9)
+    >>> prompts = prompts_of(512, layout, settings)
+    >>> replay_batches(prompts.batches([Request(0, 1300, 9, [1, 2, 3])]), prompts, layout, settings).counts.written
+    10
+    """
+    ttl_us = None if settings.ttl_s is None else _as_us("a time to live", settings.ttl_s)
+    pool = Pool(settings.pool_bytes // layout.page_bytes, make(settings.policy, ttl_us), prompts.key_pages)
     window, page = layout.config.sliding_window, layout.page_tokens
     hits = hit_tokens = reused = 0
-    for request in requests:
-        now = arrivals.add(request)
-        sessions.arrive(now, request)
-        pool.at(now)
-        found = pool.serve(blocks.keys(request)) * page
-        if found > window:
-            hits += 1
-            hit_tokens += found
-            reused += found - bounded_replay(found, window)
+    for batch in batches:
+        for now, keys, pages in batch.prompts():
+            pool.at(now)
+            found = pool.serve(keys, pages) * page
+            if found > window:
+                hits += 1
+                hit_tokens += found
+                reused += found - bounded_replay(found, window)
+    arrivals, sessions = prompts.arrivals, prompts.sessions
     return ReplayResult(
         arrivals=arrivals,
         hits=hits,
@@ -109,15 +142,6 @@ def replay(requests: Iterable[Request], block_tokens: int, layout: KVLayout, set
         sessions_mean=sessions.mean(arrivals.first_us),
         sessions_started=sessions.started,
     )
-
-
-def _pool(block_tokens: int, layout: KVLayout, settings: ReplaySettings) -> tuple[BlockMap, Pool, Sessions]:
-    if not layout.page_bytes:
-        raise InputError("this model stores no global KV (it has no KV source): a pool would hold nothing")
-    ttl_us = None if settings.ttl_s is None else _as_us("a time to live", settings.ttl_s)
-    blocks = BlockMap(block_tokens, layout.page_tokens)
-    pool = Pool(settings.pool_bytes // layout.page_bytes, make(settings.policy, ttl_us), blocks)
-    return blocks, pool, Sessions(_as_us("a residence time", settings.residence_s))
 
 
 def _as_us(name: str, seconds: float) -> int:
