@@ -13,7 +13,7 @@ from rorqual.checkpoint.shipped import FOLDER, shipped_model
 from rorqual.cli.bench import show
 
 
-def test_the_first_token_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token_of_a_process() -> None:
     assert 0.1 < bench.first_token(FOLDER, "fp32", RORQUAL_UNUSED="1") < 300
     with pytest.raises(RuntimeError, match=r"ended with 2: .*no-such-folder is not a folder"):
         bench.first_token(Path("no-such-folder"), "fp32")
@@ -67,7 +67,12 @@ def test_rows_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_only_the_shipped_model_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(model, "_parts", lambda *given: [])
-    monkeypatch.setattr(bench, "shipped_rows", lambda folder, *rest: asked.append(folder) or [])
+
+    def shipped_rows(folder: Path, *rest: object) -> list[Any]:
+        asked.append(folder)
+        return []
+
+    monkeypatch.setattr(bench, "shipped_rows", shipped_rows)
     model.run_model(random="tiny", quick=True)
     model.run_model(model=FOLDER, quick=True)
     assert not asked
