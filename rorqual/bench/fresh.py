@@ -24,6 +24,12 @@ def answer(measure: Callable[[], JsonRow]) -> int:
     return 0
 
 
+def environment(**added: str) -> dict[str, str]:
+    """This process's variables and some more; a Python under them has the same package, installed or not."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path} | added
+
+
 def fresh_process(module: str, *arguments: object) -> JsonRow:
     """The JSON object that `python -m module arguments` prints as its last line.
 
@@ -31,9 +37,7 @@ def fresh_process(module: str, *arguments: object) -> JsonRow:
         InputError: with the process's one line of complaint, where it ends with 2.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    # The same package as here, installed or not.
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode == 2:
         raise InputError(done.stderr.strip().splitlines()[-1])
     if done.returncode:

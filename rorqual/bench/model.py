@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rorqual.bench import first_token
 from rorqual.bench.baseline import load_baseline
 from rorqual.bench.checkpoints import active_bytes, check_positions, checkpoint, prefill_flops, random_ids
 from rorqual.bench.profile import STEPS, WARM, profile_row
@@ -103,20 +104,30 @@ def run_model(
 ) -> list[TimeRow | JsonRow]:
     """Rows of decode, prefill and ced/full: of a checkpoint, a random one of a preset, or the shipped model.
 
-    profile: also where a decode step goes, a row of either numerics.
+    profile: also where a decode step goes, a row of either numerics. The shipped model also has rows of
+    `rorqual.bench.first_token`.
 
     Raises:
         InputError, CheckpointError, ConfigError: a checkpoint that cannot be loaded or has too few positions.
     """
-    lengths, steps = (QUICK if quick else FULL), 3
+    lengths, shipped = (QUICK if quick else FULL), model is None and random is None
+    done, steps = 0, 3 + first_token.STEPS * shipped
+
+    def stepped() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, steps)
+
     if profile:
         lengths = replace(lengths, profiled=WARM + STEPS)
     rows: list[TimeRow | JsonRow] = []
     with checkpoint(model, random) as folder:
-        for done, part in enumerate(_parts(folder, lengths, repeats)):
+        for part in _parts(folder, lengths, repeats):
             rows += [judged(row, random) if isinstance(row, TimeRow) else row for row in part]
-            if progress is not None:
-                progress(done + 1, steps)
+            stepped()
+        if shipped:
+            rows += first_token.shipped_rows(folder, repeats, quick, stepped)
     return rows
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rorqual.bench.fresh import environment
 from rorqual.bench.report import Bar, JsonRow
 from rorqual.bench.timing import Sample
 from rorqual.ops.dispatch import Progress
@@ -124,14 +125,10 @@ def synthetic(requests: int) -> Iterator[tuple[Path, Run]]:
 def plan(*arguments: str) -> Run:
     """Run `rorqual plan ARGUMENTS` in a process of its own. Raises RuntimeError if it fails."""
     script = "import sys; from rorqual.cli.app import main; sys.exit(main())"
-    # The same package as here, installed or not.
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", script, "plan", *arguments]
     with tempfile.TemporaryFile("w+") as told:
         start = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=told, env=os.environ | {"PYTHONPATH": path}
-        )
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=told, env=environment())
         peaks: dict[int, int] = {}
         while True:
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)

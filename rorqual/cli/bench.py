@@ -22,7 +22,7 @@ WITHOUT_MODEL = {
     "context": "context takes presets of its own",
     "plan": "the planner is measured without a checkpoint",
 }
-MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s")
+MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s", "first_token_s", "tokens_per_s")
 PARTS = ("decode", "memory", "prefill")
 """Of `context`: as `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
 PROFILED = ("kernels", "model")
@@ -125,12 +125,13 @@ def measure(
     profile: bool = False,
 ) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
-    from rorqual.bench import context, kernels, memory, plan
+    from rorqual.bench import context, first_token, kernels, memory, plan
     from rorqual.bench import model as models
     from rorqual.bench.profile import NOTE
     from rorqual.bench.report import Report
 
-    told = (NOTE,) if profile else ()
+    told: tuple[str, ...] = (NOTE,) if profile else ()
+    told += first_token.NOTES if what == "model" and model is None and random is None else ()
     report = Report(what, spelled(what, repeats, quick, model, random, parts, profile), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
@@ -205,13 +206,15 @@ def _show_sizes(row: Mapping[str, Any]) -> None:
 
 
 def _judged(row: Mapping[str, Any]) -> str:
-    """What it is judged by: growth where two prompts are compared, its time if it has a bar for it, else bytes."""
+    """What it is judged by: growth where two prompts are compared, a time or a rate if it has one, else bytes."""
     if "workspace_growth" in row:
         return f"growth: {_bar(row, format(row['workspace_growth'], '.3g'))}"
-    for key in ("start_s", "replay_s"):
+    if "tokens_per_s" in row:
+        return f"tokens a second: {_bar(row, format(row['tokens_per_s']['median'], '.3g'))}"
+    for key in ("start_s", "replay_s", "first_token_s"):
         if key in row and row["name"] != "memory":
             median = f"{row[key]['median']:.3g} s"
-            return f"{key.removesuffix('_s')}: {_bar(row, median)}"
+            return f"{key.removesuffix('_s').replace('_', ' ')}: {_bar(row, median)}"
     name = "workspace" if "workspace_bytes" in row else "peak"
     return f"{name}: {_bar(row, bytes_text(row['workspace_bytes' if name == 'workspace' else 'peak_rss_bytes']))}"
 
