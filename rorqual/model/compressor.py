@@ -82,7 +82,7 @@ class Compressor(nn.Module):
 
     def _angles(self, written: Sequence[GroupWrite], rows: Rows) -> tuple[Tensor, Tensor]:
         """cos and sin [G, r] at the first position of every group."""
-        if self.ratio == 1 and sum(w.count for w in written) == len(rows):
+        if self.ratio == 1 and sum(w.rows for w in written) == len(rows):
             return rows.rotary.at(True)
         return rows.rotary.at_groups(self.ratio, tuple((w.group, w.group + w.groups) for w in written))
 

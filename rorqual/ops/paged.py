@@ -82,12 +82,12 @@ class PagedRegion:
 class GroupWrite(NamedTuple):
     """A segment's rows, and the groups that they complete.
 
-    row, count, start: first row, number of rows, position of the first. group, groups: first group and how many. skip:
+    row, rows, start: first row, number of rows, position of the first. group, groups: first group and how many. skip:
     how many of them stand in their pages already, and stay. slot: of the tail.
     """
 
     row: int
-    count: int
+    rows: int
     start: int
     group: int
     groups: int
