@@ -82,12 +82,9 @@ class Compressor(nn.Module):
 
     def _angles(self, written: Sequence[GroupWrite], rows: Rows) -> tuple[Tensor, Tensor]:
         """cos and sin [G, r] at the first position of every group."""
-        if self.ratio == 1 and sum(w.rows for w in written) == rows.short_rows:
-            cos, sin = rows.rotary.at(True)
-            return cos[: rows.short_rows], sin[: rows.short_rows]
-        groups = [torch.arange(w.group, w.group + w.groups) for w in written]
-        positions = torch.cat(groups) * self.ratio
-        return Rotary(self.freqs, positions, len(positions)).at(True)
+        if self.ratio == 1 and sum(w.rows for w in written) == len(rows):
+            return rows.rotary.at(True)
+        return rows.rotary.at_groups(self.ratio, tuple((w.group, w.group + w.groups) for w in written))
 
     def _by_op(self, x_TD: Tensor, rows: Rows, run: Run) -> None:
         if self.wgate is None:

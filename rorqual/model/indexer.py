@@ -5,7 +5,8 @@ Scores are computed in tiles with a running Top-K, so nothing grows with (querie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,18 +58,18 @@ class Indexer(nn.Module):
         pool = carry.candidates_TB if self.role.uses_candidates else None
         chosen, blocks = [], []
         for seg in rows.segments:
-            query = Query(self, seg, q[seg.rows], w[seg.rows], rows.positions_T[seg.rows], run)
+            query = Query(self, seg, _cut(q, seg), _cut(w, seg), _cut(rows.positions_T, seg), run)
             if pool is not None:
-                chosen.append(query.from_pool(pool[seg.rows]))
+                chosen.append(query.from_pool(_cut(pool, seg)))
             else:
                 top, best_blocks = query.from_all(self.role.is_candidate_source)
                 chosen.append(top)
                 blocks.append(best_blocks)
             if run.tap.active:
                 query.record(chosen[-1], None if pool is None else pool[seg.rows])
-        topk = torch.cat(chosen)
+        topk = _joined(chosen)
         if self.role.is_candidate_source:
-            carry.candidates_TB = torch.cat(blocks)
+            carry.candidates_TB = _joined(blocks)
         if run.tap.active:
             topk = run.record(f"{name}.topk_idxs", topk.to(torch.int32), rows).to(torch.int64)
             if bool(((topk < -1) | (topk >= self.visible(rows)[:, None])).any()):
@@ -82,10 +83,10 @@ class Indexer(nn.Module):
         regions, short = run.regions, rows.short_rows
         if regions is None or not short or self._packed_for(regions) is None:
             return self._queries_by_op(x_TD, qr_TQ, rows, run)
-        cos, sin = rows.rotary.at(True)
-        angles = cos[:short], sin[:short]
-        found = regions.index_queries(qr_TQ[:short], x_TD[:short], self._packed, angles, run.numerics.native)
-        q, w = (run.numerics.round(x) for x in found)
+        parts = (qr_TQ, x_TD, *rows.rotary.at(True))
+        qr, x, *angles = parts if short == len(rows) else (part[:short] for part in parts)
+        found = regions.index_queries(qr, x, self._packed, angles, run.numerics.native)
+        q, w = (run.numerics.round(part) for part in found)
         if short < len(rows):
             rest = self._queries_by_op(x_TD[short:], qr_TQ[short:], rows.without_short(), run)
             q, w = (torch.cat(pair) for pair in zip((q, w), rest, strict=True))
@@ -131,12 +132,16 @@ class Query:
         self.seg = seg
         self.q, self.w, self.at, self.run = q_nID, w_nI, at_n, run
         role = indexer.role
-        self.visible = (at_n + 1) // role.ratio
         assert role.kv_source is not None
         self.source = role.kv_source
         if run.stale_decode and seg.end - seg.start == 1 and role.ratio > 1 and seg.end % role.ratio:
             # The released code's defect (SPEC 5), behind its switch: keys of the last source, left by the last step.
             self.source = indexer.last_source
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Groups that each row sees, [n]."""
+        return (self.at + 1) // self.indexer.role.ratio
 
     def _row_tiles(self, step: int) -> Iterator[slice]:
         for first in range(0, self.q.shape[0], step):
@@ -159,9 +164,9 @@ class Query:
         ix, run, kv = self.indexer, self.run, self.run.kv
         if run.regions is None or not isinstance(kv, PagedKV):
             return None
-        region, table = kv.cache.pages.index[self.source], self.seg.block_table
-        query = (self.q, self.w, self.visible)
-        return run.regions.index_choose(query, region, table, blocks_nB, ix.topk, keep, ix.block, run.numerics.native)
+        keys = (kv.cache.pages.index[self.source], self.seg.block_table)
+        rows, wanted = (self.seg.start, ix.role.ratio), (ix.topk, keep, ix.block)
+        return run.regions.index_choose((self.q, self.w), *rows, *keys, blocks_nB, *wanted, run.numerics.native)
 
     def _scan(self, rows: slice, want_blocks: bool) -> tuple[Tensor, Tensor]:
         ix, n = self.indexer, rows.stop - rows.start
@@ -229,6 +234,14 @@ class Query:
             scores = scores.masked_fill(~inside, float("-inf"))
         tap(wanted[0], self.run.numerics.round(scores), self.seg.start)
         tap(wanted[1], margin(scores, self.indexer.topk), self.seg.start)
+
+
+def _cut(x_T: Tensor, seg: Segment) -> Tensor:
+    return x_T if seg.row_end - seg.row_start == x_T.shape[0] else x_T[seg.rows]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Running:

@@ -50,6 +50,19 @@ class Rotary:
         self._short_rows = short_rows
         self._positions = positions_T.to(torch.float32)
         self._cache: dict[bool, tuple[Tensor, Tensor]] = {}
+        self._groups: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[Tensor, Tensor]] = {}
+
+    def at_groups(self, ratio: int, spans: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
+        """cos and sin [G, D/2] of a compressed layer at the first position of every group of the spans [first, end).
+
+        Each row is computed alone, and once for all sources of a ratio.
+        """
+        known = self._groups.get((ratio, spans))
+        if known is None:
+            groups = [torch.arange(first, end, device=self._positions.device) for first, end in spans]
+            positions = torch.cat(groups) * ratio
+            known = self._groups[ratio, spans] = Rotary(self._freqs, positions, len(positions)).at(True)
+        return known
 
     def without_short(self) -> Rotary:
         """Of the rows after the short ones; angles that are there already are kept."""

@@ -307,7 +307,7 @@ def compress_rows(
         tables.append(table)
         at += table.shape[0]
     rows, groups = x.shape[0], sum(segment.groups for segment in segments)
-    main, keys, status = torch.empty(groups, channels), torch.empty(groups, width), np.empty(1, np.int64)
+    values, status = tuple(np.empty((groups, n), np.float32) for n in (channels, width)), np.empty(1, np.int64)
     block_tables = (tables[0] if len(tables) == 1 else torch.cat(tables)).contiguous().numpy()
     geometry = geometry_of(regions[0]), geometry_of(regions[1])
     pages = regions[0].pool.numpy().reshape(-1), geometry, block_tables
@@ -325,16 +325,16 @@ def compress_rows(
         _NO_TAILS if tails is None else tails.numpy(),
         (cos.contiguous().numpy(), sin.contiguous().numpy()),
         np.empty(rows * hidden + groups * channels, np.float32),
-        (main.numpy(), keys.numpy()),
+        values,
         status,
         parts,
         tasks=parts,
     )
     if status[0] != _STORED:
-        _refuse(int(status[0]), layer, segments, (main, keys))
+        _refuse(int(status[0]), layer, segments, values)
 
 
-def _refuse(status: int, layer: CompressRows, segments: Sequence[GroupWrite], values: tuple[Tensor, Tensor]) -> None:
+def _refuse(status: int, layer: CompressRows, segments: Sequence[GroupWrite], values: tuple[Array, ...]) -> None:
     if status == _NO_PAGE:
         raise IndexError(
             f"groups up to {max(s.group + s.groups for s in segments)} leave their block tables or the pool"
@@ -342,5 +342,5 @@ def _refuse(status: int, layer: CompressRows, segments: Sequence[GroupWrite], va
     at = 0
     for segment in segments:
         for value, fmt in zip(values, layer.formats, strict=True):
-            check_finite(value[at + segment.skip : at + segment.groups], fmt)
+            check_finite(torch.from_numpy(value[at + segment.skip : at + segment.groups]), fmt)
         at += segment.groups

@@ -9,6 +9,7 @@ exact: an element times its scale has few bits. So both ways give the bits of `f
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,20 +72,14 @@ def region_arrays(region: PagedRegion, block_table: Tensor) -> tuple[Array, Arra
 
 
 def geometry_of(region: PagedRegion) -> Array:
-    """The numbers that kernels find a region's entries by."""
-    return np.array(
-        (
-            region.pool.shape[1],
-            region.codes_offset,
-            region.code_bytes,
-            region.scales_offset,
-            region.scale_bytes,
-            region.entries,
-            region.fmt.value == "e2m1",
-            region.fmt.group,
-        ),
-        dtype=np.int64,
-    )
+    """The numbers that kernels find a region's entries by. Never written."""
+    places = (region.codes_offset, region.code_bytes, region.scales_offset, region.scale_bytes)
+    return _geometry(region.pool.shape[1], *places, region.entries, region.fmt.value == "e2m1", region.fmt.group)
+
+
+@lru_cache(maxsize=256)
+def _geometry(*numbers: int) -> Array:
+    return np.array(numbers, dtype=np.int64)
 
 
 NO_REGION = (np.zeros(0, np.uint8), np.ones(8, np.int64), np.zeros(0, np.int64), E8M0)

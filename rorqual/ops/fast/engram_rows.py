@@ -193,7 +193,7 @@ def engram_rows(
     refuse_gradients(x_TSD)
     x = x_TSD.detach().to(torch.float32).contiguous()
     rows, copies, hidden = x.shape
-    index = index_TE.contiguous().numpy()
+    index = np.ascontiguousarray(index_TE.numpy())
     image = np.zeros(rows, np.uint8) if image_T is None else image_T.to(torch.uint8).contiguous().numpy()
     memory = index.shape[1] * layer.table[3]
     out, fine, room = torch.empty(x.shape), np.empty(rows, np.bool_), np.empty(rows * memory, np.float32)

@@ -89,6 +89,22 @@ def _pool_groups(blocks_nB, block, visible_n, index_nC):
 
 
 @part
+def _select(scores_G, counts, out_k):
+    """`topk.select`, for which few scores need no search; where a NaN stands, or -1."""
+    if scores_G.size > out_k.size:
+        return select(scores_G, out_k.size, counts, out_k)
+    n = 0
+    for g in range(scores_G.size):
+        if scores_G[g] != scores_G[g]:
+            return g
+        if scores_G[g] > -np.inf:
+            out_k[n] = g
+            n += 1
+    out_k[n:] = -1
+    return -1
+
+
+@part
 def _best_blocks(scores_G, visible, block, counts, out_B):
     """The blocks of the best visible groups; the newest group's is always among them."""
     best = np.full((scores_G.size + block - 1) // block, -np.inf, np.float32)
@@ -96,13 +112,13 @@ def _best_blocks(scores_G, visible, block, counts, out_B):
         best[g // block] = max(best[g // block], scores_G[g])
     if 0 < visible <= scores_G.size:
         best[(visible - 1) // block] = np.inf
-    select(best, out_B.size, counts, out_B)
+    _select(best, counts, out_B)
 
 
 @part
-def _prepare(query, blocks_nB, region, settings, packed, index_nC, status):
+def _prepare(query, visible_n, blocks_nB, region, settings, packed, index_nC, status):
     """Queries packed and the pool's groups listed; False, and why, where there is something to refuse."""
-    (q_nIK, w_nI, visible_n), (block, count, native) = query, settings
+    (q_nIK, w_nI), (_, _, block, count, native) = query, settings
     codes, scales, w_nJ = packed
     status[0] = _CHOSEN
     if not _panels(q_nIK, w_nI, native, codes, scales, w_nJ):
@@ -117,11 +133,11 @@ def _prepare(query, blocks_nB, region, settings, packed, index_nC, status):
 @part
 def _select_all(scores, visible_n, settings, index_nC, top_nk, best_nB, status):
     """The best of every row's scores: their groups, and the blocks of these."""
-    block, count, _ = settings
+    _, _, block, count, _ = settings
     counts = np.empty(2048, np.int64)
     for r in range(top_nk.shape[0]):
         own = scores[r * count : (r + 1) * count]
-        bad = select(own, top_nk.shape[1], counts, top_nk[r])
+        bad = _select(own, counts, top_nk[r])
         if bad >= 0:
             status[0], status[1], status[2] = _NAN, r, bad
             return
@@ -143,8 +159,8 @@ def _rooms(query, blocks_nB, count):
 
 
 _SIGNATURE = (
-    "void(Tuple((float32[:, :, ::1], float32[:, ::1], int64[::1])), int64[:, ::1], "
-    f"{REGION}, Tuple((int64, int64, boolean)), int64, int64[:, ::1], int64[:, ::1], int64[::1])"
+    "void(Tuple((float32[:, :, ::1], float32[:, ::1])), int64[:, ::1], "
+    f"{REGION}, Tuple((int64, int64, int64, int64, boolean)), int64, int64[:, ::1], int64[:, ::1], int64[::1])"
 )
 # Named here, because a kernel that is handed to another as an argument cannot be cached on disk.
 _score_vnni, _score_vector = KERNELS["vnni"].code, KERNELS["vector"].code
@@ -152,11 +168,12 @@ _score_vnni, _score_vector = KERNELS["vnni"].code, KERNELS["vector"].code
 
 @kernel(_SIGNATURE, calls=(KERNELS["vnni"],))
 def _choose_vnni(query, blocks_nB, region, settings, tasks, top_nk, best_nB, status):
-    """query: q [n, I, K], w [n, I], visible [n]. blocks_nB: the pool; without columns every group up to `count` is
-    scored. settings: groups a block, count, native. status: how it ended, and where."""
-    rows, (_, count, native), visible_n = top_nk.shape[0], settings, query[2]
+    """query: q [n, I, K], w [n, I]. blocks_nB: the pool; without columns every group up to `count` is scored. settings:
+    position of the first row, ratio, groups a block, count, native. status: how it ended, and where."""
+    rows, (first, ratio, _, count, native) = top_nk.shape[0], settings
+    visible_n = np.arange(first + 1, first + rows + 1) // ratio
     (codes, scales, w), index_nC = _rooms(query, blocks_nB, count)
-    if _prepare(query, blocks_nB, region, settings, (codes, scales, w), index_nC, status):
+    if _prepare(query, visible_n, blocks_nB, region, settings, (codes, scales, w), index_nC, status):
         scores, keys = np.empty(rows * count, np.float32), (index_nC.reshape(-1), 0, count)
         packed = codes.reshape(-1), scales.reshape(-1), w.reshape(-1), visible_n
         _score_vnni(packed, keys, region, rows, native, tasks, scores)
@@ -166,9 +183,10 @@ def _choose_vnni(query, blocks_nB, region, settings, tasks, top_nk, best_nB, sta
 @kernel(_SIGNATURE, calls=(KERNELS["vector"],))
 def _choose_vector(query, blocks_nB, region, settings, tasks, top_nk, best_nB, status):
     """As `_choose_vnni`."""
-    rows, (_, count, native), visible_n = top_nk.shape[0], settings, query[2]
+    rows, (first, ratio, _, count, native) = top_nk.shape[0], settings
+    visible_n = np.arange(first + 1, first + rows + 1) // ratio
     (codes, scales, w), index_nC = _rooms(query, blocks_nB, count)
-    if _prepare(query, blocks_nB, region, settings, (codes, scales, w), index_nC, status):
+    if _prepare(query, visible_n, blocks_nB, region, settings, (codes, scales, w), index_nC, status):
         scores, keys = np.empty(rows * count, np.float32), (index_nC.reshape(-1), 0, count)
         packed = codes.reshape(-1), scales.reshape(-1), w.reshape(-1), visible_n
         _score_vector(packed, keys, region, rows, native, tasks, scores)
@@ -184,7 +202,9 @@ def kernels(path: Path) -> tuple[Kernel, ...]:
 
 
 def choose(
-    query: tuple[Tensor, Tensor, Tensor],
+    query: tuple[Tensor, Tensor],
+    first: int,
+    ratio: int,
     region: PagedRegion,
     block_table: Tensor,
     blocks_nB: Tensor | None,
@@ -198,7 +218,9 @@ def choose(
     """The best groups of a few rows, int64 [n, k] ascending, and their best blocks [n, keep]; both -1 padded.
 
     Args:
-        query: index queries [n, I, K], head weights [n, I], visible groups int64 [n].
+        query: index queries [n, I, K] and head weights [n, I] of adjacent rows.
+        first: position of the first row.
+        ratio: m; the row at position p sees groups [0, (p + 1) // m).
         region: index keys.
         block_table: int64 [pages of the sequence].
         blocks_nB: int64 candidate blocks to choose from, -1 padded; None for every visible group.
@@ -215,29 +237,28 @@ def choose(
         FormatError: NaN or Inf among the queries, or NaN among the scores.
         IndexError: a visible group outside the block table.
     """
-    q, w, visible = query
+    q, w = query
     rows, heads, width = q.shape
-    seen = visible.contiguous().numpy()
-    count = int(seen.max()) if blocks_nB is None else blocks_nB.shape[1] * block
+    count = (first + rows) // ratio if blocks_nB is None else blocks_nB.shape[1] * block
     path = path or best_path()
-    if region.fmt != E2M1_E8M0_32 or width % TILE or rows * count >= 2 * SCORES_A_TASK or not has_vectors(path):
+    if region.fmt is not E2M1_E8M0_32 or width % TILE or rows * count >= 2 * SCORES_A_TASK or not has_vectors(path):
         return None
     refuse_gradients(q, w)
-    top, best = torch.full((rows, k), -1), torch.full((rows, keep), -1)
     if count <= 0:
-        return top, best
+        return torch.full((rows, k), -1), torch.full((rows, keep), -1)
+    top, best = np.empty((rows, k), np.int64), np.empty((rows, keep), np.int64)
     q, w = (part.detach().to(torch.float32).contiguous() for part in (q, w))
     blocks = np.empty((rows, 0), np.int64) if blocks_nB is None else blocks_nB.contiguous().numpy()
     units = min(rows * count * heads * width // PRODUCTS_A_TASK, -(-count // KEYS))
     tasks, status = max(1, min(workers(), units)), np.zeros(3, np.int64)
-    known = (region_arrays(region, block_table), (block, count, native), tasks)
-    outputs = (top.numpy(), best.numpy(), status)
-    CHOOSE[path]((q.numpy(), w.numpy(), seen), blocks, *known, *outputs, tasks=tasks)
-    _check(status, q, block_table, region)
-    return top, best
+    known = (region_arrays(region, block_table), (first, ratio, block, count, native), tasks)
+    CHOOSE[path]((q.numpy(), w.numpy()), blocks, *known, top, best, status, tasks=tasks)
+    if status[0] != _CHOSEN:
+        _refuse(status, q, block_table, region)
+    return torch.from_numpy(top), torch.from_numpy(best)
 
 
-def _check(status: Array, q_nIK: Tensor, block_table: Tensor, region: PagedRegion) -> None:
+def _refuse(status: Array, q_nIK: Tensor, block_table: Tensor, region: PagedRegion) -> None:
     if status[0] == _NOT_FINITE:
         check_finite(q_nIK, E2M1_E8M0_32)
     if status[0] == _NO_PAGE:
