@@ -33,6 +33,7 @@ from rorqual.ops.fast.vectors import (
     load_at,
     multiply,
     pick,
+    prefetch,
     splat,
     store,
     tuple_of,
@@ -49,6 +50,9 @@ E8M0 = E8M0_BY_BYTE.numpy()
 E2M1_VALUES = tuple(PAIRS[:16, 0].tolist())
 BLOCK = 32
 """Elements decoded together; kernels that use vectors want widths that are a multiple."""
+
+AHEAD, LINE = 8, 64
+"""Entries asked for before they are decoded; bytes of a cache line."""
 
 REGION = "Tuple((uint8[::1], int64[::1], int64[::1], float32[::1]))"
 """Numba type of what `region_arrays` returns."""
@@ -158,6 +162,28 @@ def decode_row(region, codes, scales, width, out, at):
             for half in range(2):
                 start = block * BLOCK + half * LANES
                 store(out, at + start, multiply(e4m3_vector(pool, codes + start), scale))
+
+
+@inlined
+def decode_rows(region, groups, first, last, width, out):
+    """`decode_row` of groups[first:last], entry m to out[m * width]. Entries stand anywhere in memory, so each is asked
+    for while some before it are decoded."""
+    for m in range(first, min(first + AHEAD, last)):
+        _ask_row(region, groups[m])
+    for m in range(first, last):
+        if m + AHEAD < last:
+            _ask_row(region, groups[m + AHEAD])
+        codes, scales = locate(region[1], region[2], groups[m])
+        decode_row(region, codes, scales, width, out, m * width)
+
+
+@inlined
+def _ask_row(region, group):
+    pool, geometry, table, _ = region
+    codes, scales = locate(geometry, table, group)
+    for at in range(0, geometry[CODE_BYTES], LINE):
+        prefetch(pool, codes + at)
+    prefetch(pool, scales)
 
 
 @inlined
