@@ -7,12 +7,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from rorqual.errors import ConfigError, FormatError
 from rorqual.formats.codec import Packed, dequantize, fake_quantize, quantize
 from rorqual.formats.spec import BF16, E2M1_E4M3_16, E2M1_E8M0_32, E2M1_UNSCALED, E4M3_E8M0_32, FP32, NumberFormat
 from rorqual.ops import cpu
 from rorqual.ops.fast import index_scores as fast
+from rorqual.ops.fast.score_kernels import score_vector
 from rorqual.ops.paged import PagedRegion
 from rorqual.ops.reference import index_scores as plain
 from rorqual.ops.reference.index_scores import scores_from_values
@@ -274,3 +276,61 @@ def test_unknown_and_unavailable_paths_are_refused_by_name() -> None:
         cpu.check_path("sse")  # type: ignore[arg-type]
     assert cpu.check_path("plain") == "plain"
     assert cpu.best_path() == next(path for path in cpu.PATHS if not cpu.missing(path))
+
+
+def level_case(make_region: MakeRegion, heads: int, width: int) -> Case:
+    """Scales of a key's blocks, and of a head's, mostly lie within three binades; of every third key they do not."""
+    generator = torch.Generator().manual_seed(7)
+
+    def values(*shape: int) -> Tensor:
+        x = torch.randn(*shape, width // 32, 32, generator=generator)
+        return (x * 2.0 ** torch.randint(0, 4, (*shape, width // 32, 1), generator=generator)).flatten(-2)
+
+    keys = values(203)
+    keys[::3, :32] *= 2.0**-5
+    region, table = make_region(keys, E2M1_E8M0_32, entries=8)
+    w = torch.randn(9, heads, generator=generator)
+    w[:, ::5] = 0
+    return Case(quantize(values(9, heads), E2M1_E8M0_32), w, region, table, fake_quantize(keys, E2M1_E8M0_32))
+
+
+@pytest.mark.parametrize("path", ALL_PATHS)
+@pytest.mark.parametrize("native", [False, True], ids=["fp32", "native"])
+@pytest.mark.parametrize(("heads", "width"), [(32, 128), (64, 128), (16, 128), (40, 128), (32, 256), (32, 64)])
+def test_keys_whose_blocks_have_scales_close_together(
+    make_region: MakeRegion, heads: int, width: int, native: bool, path: cpu.Path
+) -> None:
+    case = level_case(make_region, heads, width)
+    visible = torch.tensor([203, 203, 203, 1, 0, 48, 100, 150, 203])
+    args = (*case.q, case.w, case.region, case.table)
+    expected = plain.index_scores(*args, 0, 203, visible, native)
+    assert torch.equal(fast.index_scores(*args, 0, 203, visible, native, path=path), expected)
+    index = torch.randint(-1, 203, (9, 100), generator=torch.Generator().manual_seed(5))
+    expected = plain.index_scores_at(*args, index, native)
+    assert torch.equal(fast.index_scores_at(*args, index, native, path=path), expected)
+
+
+@pytest.mark.parametrize("path", ALL_PATHS)
+@pytest.mark.parametrize("native", [False, True], ids=["fp32", "native"])
+def test_scales_and_weights_at_the_edges_of_fp32(make_region: MakeRegion, native: bool, path: cpu.Path) -> None:
+    # One key or one head is out of the common range; every score must still be the twin's, infinities included.
+    case = level_case(make_region, 32, 128)
+    _, scales = case.region.views()
+    flat = scales.flatten(0, 1)
+    flat[7], flat[11], flat[13] = 127 - 60, 127 + 60, 254
+    case.w[1, 3], case.w[2, 4], case.w[3, 5], case.w[4, 6] = 1e-30, 1e30, INF, 1e-38
+    case.q.scales[5, 2], case.q.scales[6, 2] = 127 - 70, 127 + 70
+    args = (*case.q, case.w, case.region, case.table, 0, 203, torch.full((9,), 203), native)
+    assert_close(fast.index_scores(*args, path=path), plain.index_scores(*args), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(bool(cpu.missing("vector")), reason="CPU lacks vectors")
+@pytest.mark.parametrize("native", [False, True], ids=["fp32", "native"])
+def test_fp32_vectors_give_the_same_bits(
+    make_region: MakeRegion, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the path `vector` runs where there are no products of bytes.
+    monkeypatch.setattr(fast, "KERNELS", {"vector": score_vector})
+    case = make_case(make_region, 70, 203, 48, 64)
+    args = (*case.q, case.w, case.region, case.table, 5, 201, torch.arange(70) * 4, native)
+    assert torch.equal(fast.index_scores(*args, path="vector"), plain.index_scores(*args))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rorqual.ops.cpu import Path, best_path
 from rorqual.ops.fast.attention_plain import SIGNATURE, attend_plain, present, window_span
-from rorqual.ops.fast.decode import BLOCK, DECODED, NO_REGION, check_pages, decode_row, locate, region_arrays
+from rorqual.ops.fast.decode import BLOCK, DECODED, NO_REGION, check_pages, decode_rows, region_arrays
 from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel, refuse_gradients, spliced, workers
 from rorqual.ops.fast.tiles import product, transpose
 from rorqual.ops.fast.vectors import (
@@ -126,9 +126,7 @@ def _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale
         if inside + far == 0:
             out[at : at + heads * channels] = np.float32(0)
             continue
-        for m in range(far):
-            codes, scales = locate(region[1], region[2], groups[m])
-            decode_row(region, codes, scales, channels, keys, m * channels)
+        decode_rows(region, groups, 0, far, channels, keys)
         _turn_queries(q, row, heads, channels, padded, turned, 0)
         _dot_keys(held, first * channels, inside, channels, turned, 0, stride, logits, 0)
         _dot_keys(keys, 0, far, channels, turned, 0, stride, logits, inside * stride)
@@ -157,9 +155,7 @@ def _split_logits(row, slot, sizes, spans, groups, held, region, turned, keys, l
         _dot_keys(held, at, last - slot, channels, turned, q_at, stride, logits, to + slot * stride)
     first, last = max(slot, inside) - inside, min(slot + SLOTS, inside + far) - inside
     if first < last:
-        for m in range(row * chosen + first, row * chosen + last):
-            codes, scales = locate(region[1], region[2], groups[m])
-            decode_row(region, codes, scales, channels, keys, m * channels)
+        decode_rows(region, groups, row * chosen + first, row * chosen + last, channels, keys)
         at, to = (row * chosen + first) * channels, to + (inside + first) * stride
         _dot_keys(keys, at, last - first, channels, turned, q_at, stride, logits, to)
 

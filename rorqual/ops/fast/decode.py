@@ -25,22 +25,18 @@ from rorqual.ops.fast.kernel import inlined
 from rorqual.ops.fast.vectors import (
     ARRAY,
     F32,
-    I8,
-    I32,
     LANES,
     VECTOR_F32,
     VECTOR_I8,
     VECTOR_I32,
-    ahead,
-    call,
     const,
     instruction,
     load_at,
     multiply,
     pick,
+    prefetch,
     splat,
     store,
-    store_at,
     tuple_of,
 )
 from rorqual.ops.paged import PagedRegion
@@ -56,12 +52,13 @@ E2M1_VALUES = tuple(PAIRS[:16, 0].tolist())
 BLOCK = 32
 """Elements decoded together; kernels that use vectors want widths that are a multiple."""
 
-# The numbers of `geometry`.
-_BYTES = ir.VectorType(I8, 64)
+AHEAD, LINE = 8, 64
+"""Entries asked for before they are decoded; bytes of a cache line."""
 
 REGION = "Tuple((uint8[::1], int64[::1], int64[::1], float32[::1]))"
 """Numba type of what `region_arrays` returns."""
 
+# The numbers of `geometry`.
 PAGE_BYTES, CODES_OFFSET, CODE_BYTES, SCALES_OFFSET, SCALE_BYTES, ENTRIES, IS_E2M1, GROUP = range(8)
 
 
@@ -145,48 +142,6 @@ def e4m3_vector(builder: Any, data: Any, offset: Any) -> Any:
     return _with_sign(builder, bits, code, 7)
 
 
-@instruction(types.void, ARRAY, types.intp, ARRAY, types.intp)
-def e2m1_bytes(builder: Any, data: Any, offset: Any, out: Any, at: Any) -> None:
-    """16 bytes to 32 unsigned bytes 2 v + 12 (x86 only): first the even elements, then the odd ones."""
-    table = ir.Constant(VECTOR_I8, [int(2 * value) + 12 for value in E2M1_VALUES])
-    packed = load_at(builder, data, offset, VECTOR_I8)
-    even, odd = builder.and_(packed, const(VECTOR_I8, 15)), builder.lshr(packed, const(VECTOR_I8, 4))
-    for half, code in enumerate((even, odd)):
-        store_at(
-            builder,
-            call(builder, "llvm.x86.ssse3.pshuf.b.128", VECTOR_I8, table, code),
-            out,
-            ahead(builder, at, LANES, half),
-        )
-
-
-@instruction(types.void, ARRAY, types.intp, types.intp, ARRAY, ARRAY, types.intp, types.intp)
-def e2m1_query_bytes(
-    builder: Any, data: Any, at: Any, head_stride: Any, q: Any, corrections: Any, q_at: Any, correction_at: Any
-) -> None:
-    """One block of 32 channels of sixteen heads, as `tiles.dot_bytes` wants its columns (x86 only).
-
-    From 16 bytes a head: signed bytes 2 v in 8 steps of 16 heads x 4 bytes, in the order of `e2m1_bytes`, and int32
-    corrections [16] of -12 sum 2 v.
-    """
-    table = ir.Constant(_BYTES, [int(2 * value) for value in E2M1_VALUES] * 4)
-    total = const(VECTOR_I32, 0)
-    for step in range(4):
-        words = ir.Constant(VECTOR_I32, ir.Undefined)
-        for head in range(LANES):
-            word = load_at(builder, data, ahead(builder, ahead(builder, at, head_stride, head), 4, step), I32)
-            words = builder.insert_element(words, word, I32(head))
-        low = builder.and_(words, const(VECTOR_I32, 0x0F0F0F0F))
-        high = builder.and_(builder.lshr(words, const(VECTOR_I32, 4)), const(VECTOR_I32, 0x0F0F0F0F))
-        for half, codes in enumerate((low, high)):
-            values = call(builder, "llvm.x86.avx512.pshuf.b.512", _BYTES, table, builder.bitcast(codes, _BYTES))
-            store_at(builder, values, q, ahead(builder, q_at, 64, half * 4 + step))
-            twelve = const(VECTOR_I32, 0x0C0C0C0C)
-            values = builder.bitcast(values, VECTOR_I32)
-            total = call(builder, "llvm.x86.avx512.vpdpbusd.512", VECTOR_I32, total, twelve, values)
-    store_at(builder, builder.neg(total), corrections, correction_at)
-
-
 @inlined
 def decode_row(region, codes, scales, width, out, at):
     """One entry to fp32 out[at .. at + width], in vectors; width is a multiple of 32."""
@@ -206,6 +161,28 @@ def decode_row(region, codes, scales, width, out, at):
             for half in range(2):
                 start = block * BLOCK + half * LANES
                 store(out, at + start, multiply(e4m3_vector(pool, codes + start), scale))
+
+
+@inlined
+def decode_rows(region, groups, first, last, width, out):
+    """`decode_row` of groups[first:last], entry m to out[m * width]. Entries stand anywhere in memory, so each is asked
+    for while some before it are decoded."""
+    for m in range(first, min(first + AHEAD, last)):
+        _ask_row(region, groups[m])
+    for m in range(first, last):
+        if m + AHEAD < last:
+            _ask_row(region, groups[m + AHEAD])
+        codes, scales = locate(region[1], region[2], groups[m])
+        decode_row(region, codes, scales, width, out, m * width)
+
+
+@inlined
+def _ask_row(region, group):
+    pool, geometry, table, _ = region
+    codes, scales = locate(geometry, table, group)
+    for at in range(0, geometry[CODE_BYTES], LINE):
+        prefetch(pool, codes + at)
+    prefetch(pool, scales)
 
 
 @inlined

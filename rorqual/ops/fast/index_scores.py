@@ -1,6 +1,6 @@
 """Index scores of FP4 keys: the Numba twin of `rorqual.ops.reference.index_scores`, the same bits on every path.
 
-The kernels are in `score_kernels` (`vnni` and `vector`) and `score_plain`.
+The kernels are in `score_bytes` (`vnni`, and `vector` on x86), `score_kernels` (`vector` elsewhere) and `score_plain`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rorqual.formats.spec import E2M1_E8M0_32
-from rorqual.ops.cpu import Path, best_path
+from rorqual.ops.cpu import Path, best_path, features
 from rorqual.ops.fast.decode import check_groups, check_pages, region_arrays
 from rorqual.ops.fast.kernel import Kernel, refuse_gradients, workers
-from rorqual.ops.fast.score_kernels import KEYS, ROWS, score_vector, score_vnni
+from rorqual.ops.fast.score_bytes import score_pairs, score_vnni
+from rorqual.ops.fast.score_kernels import KEYS, ROWS, score_vector
 from rorqual.ops.fast.score_plain import score_plain
 from rorqual.ops.fast.vectors import LANES
 from rorqual.ops.paged import PagedRegion
@@ -25,7 +26,9 @@ from rorqual.ops.reference import index_scores as plain
 
 # R rows, H index heads, C candidates of a row, b code bytes, s scale bytes
 
-KERNELS: Mapping[Path, Kernel] = MappingProxyType({"vnni": score_vnni, "vector": score_vector, "plain": score_plain})
+KERNELS: Mapping[Path, Kernel] = MappingProxyType(
+    {"vnni": score_vnni, "vector": score_pairs if "avx2" in features() else score_vector, "plain": score_plain}
+)
 
 
 def kernels(path: Path) -> tuple[Kernel, ...]:

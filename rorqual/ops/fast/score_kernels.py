@@ -1,17 +1,14 @@
-"""Index-score kernels in vectors.
+"""Index-score kernels: what they share, and the one in fp32 vectors, for CPUs that `score_bytes` does not know.
 
-    vnni     codes as small integers: a block of 32 channels is 8 x `vpdpbusd`, then one multiply-add with both scales.
-             Keys are 2 k + 12, unsigned: sum (2 k + 12)(2 q) - 12 sum 2 q = 4 k . q
-    vector   dequantised fp32, a chain of multiply-adds a block
-
-Sums have the order that `rorqual.ops.reference.index_scores` states: exact within a block, blocks from the left, heads
-by lanes of sixteen. A block of keys is decoded once for a chunk of rows.
+Sums have the order that `rorqual.ops.reference.index_scores` states: exact within a block of 32 channels, blocks from
+the left, heads by lanes of sixteen. A block of keys is decoded once for a chunk of rows. In fp32 a block is a chain of
+multiply-adds of dequantised values.
 
 Kernel arguments, arrays flat (R rows, P panels of 16 heads, D channels, B blocks of 32, G groups):
     query    codes [R, 16 P, D/2], scales [R, 16 P, B], w [R, 16 P], visible [R]
     keys     index [R, G] of groups, or empty: then groups [group0, group0 + G); group0; G
     region   see `decode.region_arrays`
-Queries are turned to panels [R, P, D, 16] (vnni: [R, P, B, 8, 16, 4]).
+Queries are turned to panels [R, P, D, 16].
 """
 
 # Kernels are typed by their Numba signatures.
@@ -30,10 +27,9 @@ from rorqual.ops.fast.decode import (
     E8M0,
     ENTRIES,
     REGION,
+    SCALE_BYTES,
     decode_row,
     e2m1_block,
-    e2m1_bytes,
-    e2m1_query_bytes,
     locate,
     locate_slot,
 )
@@ -41,9 +37,6 @@ from rorqual.ops.fast.kernel import allocating, inlined, kernel
 from rorqual.ops.fast.tiles import (
     TILE_ROWS,
     TILE_VECS,
-    add_scaled,
-    dot_bytes,
-    integer_rows,
     multiply_add,
     plus,
     transpose,
@@ -51,20 +44,19 @@ from rorqual.ops.fast.tiles import (
     write_lane_sums,
     zeros,
 )
-from rorqual.ops.fast.vectors import LANES, multiply, splat, store
+from rorqual.ops.fast.vectors import LANES, multiply, prefetch, splat, store
 
 KEYS = 48
 """Keys decoded together: a multiple of every tile's rows, and within the first cache as fp32."""
 ROWS = 64
 """Rows scored against one decoding of a block of keys."""
-VNNI_ROWS, VNNI_VECS = 4, 2
 
 SIGNATURE = (
     "void(Tuple((uint8[::1], uint8[::1], float32[::1], int64[::1])), Tuple((int64[::1], int64, int64)),"
     f" {REGION}, int64, boolean, int64, float32[::1])"
 )
 
-_HIDDEN = np.float32(-np.inf)
+HIDDEN = np.float32(-np.inf)
 
 
 @inlined
@@ -93,29 +85,39 @@ def reach(visible, keys, row, start, n):
 
 
 @inlined
-def find(region, keys, visible, first, last, start, n, codes_at, scales_at):
-    """Where the keys stand that some row of [first, last) sees, -1 where an index is; returns how many there are.
+def find(unit, rows, region, keys, visible, codes_at, scales_at):
+    """Where the keys of a piece of work stand that some row of it sees, -1 where an index is; how many there are.
 
-    The others must not be read: their pages may hold anything.
+    Their cache lines are asked for. The others must not be read: their pages may hold anything. Past the last piece
+    there are none.
     """
-    _, geometry, table, _ = region
+    pool, geometry, table, _ = region
     index, group0, count = keys
+    if unit >= units(rows, keys):
+        return 0
+    first, last, start, n = unit_of(unit, rows, keys)
     most = 0
     for row in range(first, last):
         most = max(most, reach(visible, keys, row, start, n))
-    page = (group0 + start) // geometry[ENTRIES]
-    slot = group0 + start - page * geometry[ENTRIES]
-    for i in range(most):
-        if index.size > 0:
+    if index.size > 0:
+        for i in range(most):
             codes_at[i], scales_at[i] = -1, -1
             group = index[first * count + start + i]
             if group >= 0:
                 codes_at[i], scales_at[i] = locate(geometry, table, group)
-        else:
-            codes_at[i], scales_at[i] = locate_slot(geometry, table[page], slot)
-            slot += 1
-            if slot == geometry[ENTRIES]:
-                page, slot = page + 1, 0
+    else:
+        i, entries = 0, geometry[ENTRIES]
+        while i < most:
+            page = (group0 + start + i) // entries
+            slot = group0 + start + i - page * entries
+            codes, scales = locate_slot(geometry, table[page], slot)
+            for j in range(min(most - i, entries - slot)):
+                codes_at[i + j] = codes + j * geometry[CODE_BYTES]
+                scales_at[i + j] = scales + j * geometry[SCALE_BYTES]
+            i += entries - slot
+    for i in range(most):
+        prefetch(pool, codes_at[i])
+        prefetch(pool, scales_at[i])
     return most
 
 
@@ -126,105 +128,15 @@ def emit(found, seen, n, keys, row, start, out):
     at = row * count + start
     row_out = out[at : at + n]
     for i in range(n):
-        row_out[i] = found[i] if i < seen else _HIDDEN
+        row_out[i] = found[i] if i < seen else HIDDEN
     if index.size > 0:
         for i in range(n):
             if index[at + i] < 0:
-                row_out[i] = _HIDDEN
-
-
-def _vnni_panels(vecs: int) -> Any:
-    """Part: add `vecs` panels' weighted dots to the lanes of a tile of keys."""
-    rows = VNNI_ROWS
-    tile_zeros, start, dot = zeros(rows, vecs), integer_rows(rows, vecs), dot_bytes(rows, vecs)
-    scale, tile_weigh = add_scaled(rows, vecs), weigh(rows, vecs)
-
-    @inlined
-    def panels(lanes, block, key, turned, panel, w, blocks, native):
-        keys, key_scales = block
-        q, q_scales, corrections = turned
-        width, scale_at = blocks * BLOCK, key * blocks
-        key_at, q_at, s_at = key * width, panel * width * LANES, panel * blocks * LANES
-        total = tile_zeros()
-        for b in range(blocks):
-            dots = start(corrections, s_at, blocks * LANES)
-            for step in range(BLOCK // 4):
-                dots = dot(dots, keys, key_at + step * 4, width, q, q_at + step * 64, width * LANES)
-            total = scale(total, dots, key_scales, scale_at + b, blocks, q_scales, s_at, blocks * LANES)
-            key_at += BLOCK
-            q_at += BLOCK * LANES
-            s_at += LANES
-        return tile_weigh(lanes, total, w, panel * LANES, native)
-
-    return panels
-
-
-_vnni_wide, _vnni_narrow = _vnni_panels(VNNI_VECS), _vnni_panels(1)
-_vnni_lanes, _vnni_write = zeros(VNNI_ROWS, 1), write_lane_sums(VNNI_ROWS)
-
-
-@inlined
-def _vnni_row(block, n, turned, row, panels, w, blocks, native, found):
-    """Scores of one row against the first n keys of a block."""
-    for key in range(0, n, VNNI_ROWS):
-        lanes = _vnni_lanes()
-        p, last = row * panels, (row + 1) * panels
-        while p < last:
-            if p + VNNI_VECS <= last:
-                lanes = _vnni_wide(lanes, block, key, turned, p, w, blocks, native)
-                p += VNNI_VECS
-            else:
-                lanes = _vnni_narrow(lanes, block, key, turned, p, w, blocks, native)
-                p += 1
-        _vnni_write(lanes, found, key, native)
-
-
-@inlined
-def _vnni_query(query, panel, blocks, turned):
-    """One panel's queries as signed bytes, a quarter of their scales, corrections."""
-    codes, scales, _, _ = query
-    q, q_scales, corrections = turned
-    for b in range(blocks):
-        at = (panel * blocks + b) * LANES
-        e2m1_query_bytes(codes, (panel * LANES * blocks + b) * LANES, blocks * LANES, q, corrections, at * BLOCK, at)
-        for lane in range(LANES):
-            q_scales[at + lane] = np.float32(0.25) * E8M0[scales[(panel * LANES + lane) * blocks + b]]
-
-
-@allocating
-def _vnni_task(task, tasks, query, turned, keys, region, rows, native, out):
-    pool, geometry, _, _ = region
-    _, _, w, visible = query
-    panels, blocks = w.size // (rows * LANES), geometry[CODE_BYTES] // LANES
-    decoded, key_scales = np.empty(KEYS * blocks * BLOCK, np.uint8), np.empty(KEYS * blocks, np.float32)
-    codes_at, scales_at = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
-    found = np.empty(KEYS, np.float32)
-    for unit in range(task, units(rows, keys), tasks):
-        first, last, start, n = unit_of(unit, rows, keys)
-        for i in range(find(region, keys, visible, first, last, start, n, codes_at, scales_at)):
-            if codes_at[i] >= 0:
-                for b in range(blocks):
-                    e2m1_bytes(pool, codes_at[i] + b * LANES, decoded, (i * blocks + b) * BLOCK)
-                    key_scales[i * blocks + b] = E8M0[pool[scales_at[i] + b]]
-        for row in range(first, last):
-            seen = reach(visible, keys, row, start, n)
-            _vnni_row((decoded, key_scales), seen, turned, row, panels, w, blocks, native, found)
-            emit(found, seen, n, keys, row, start, out)
-
-
-@kernel(SIGNATURE, parallel=True)
-def score_vnni(query, keys, region, rows, native, tasks, out):
-    blocks, heads = region[1][CODE_BYTES] // LANES, query[2].size
-    q = np.empty(heads * blocks * BLOCK, np.int8)
-    turned = (q, np.empty(heads * blocks, np.float32), np.empty(heads * blocks, np.int32))
-    for panel in range(heads // LANES):
-        _vnni_query(query, panel, blocks, turned)
-    for task in prange(tasks):
-        _vnni_task(task, tasks, query, turned, keys, region, rows, native, out)
+                row_out[i] = HIDDEN
 
 
 def _vector_panels(vecs: int) -> Any:
-    """Part: as `_vnni_panels`, from fp32 keys and queries."""
+    """Part: add `vecs` panels' weighted dots to the lanes of a tile of keys."""
     tile_zeros, tile_plus = zeros(TILE_ROWS, vecs), plus(TILE_ROWS, vecs)
     update, tile_weigh = multiply_add(TILE_ROWS, vecs), weigh(TILE_ROWS, vecs)
 
@@ -248,7 +160,7 @@ _vector_lanes, _vector_write = zeros(TILE_ROWS, 1), write_lane_sums(TILE_ROWS)
 
 @inlined
 def _vector_row(block, n, q, row, panels, w, width, native, found):
-    """As `_vnni_row`."""
+    """Scores of one row against the first n keys of a block."""
     for key in range(0, n, TILE_ROWS):
         lanes = _vector_lanes()
         p, last = row * panels, (row + 1) * panels
@@ -285,7 +197,7 @@ def _vector_task(task, tasks, query, q, keys, region, rows, native, out):
     codes_at, scales_at = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
     for unit in range(task, units(rows, keys), tasks):
         first, last, start, n = unit_of(unit, rows, keys)
-        for i in range(find(region, keys, visible, first, last, start, n, codes_at, scales_at)):
+        for i in range(find(unit, rows, region, keys, visible, codes_at, scales_at)):
             if codes_at[i] >= 0:
                 decode_row(region, codes_at[i], scales_at[i], width, decoded, i * width)
         for row in range(first, last):

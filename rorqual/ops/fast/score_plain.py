@@ -73,7 +73,7 @@ def _task(task, tasks, query, q, keys, region, rows, native, out):
     found = np.empty(KEYS, np.float32)
     for unit in range(task, units(rows, keys), tasks):
         first, last, start, n = unit_of(unit, rows, keys)
-        for i in range(find(region, keys, visible, first, last, start, n, codes_at, scales_at)):
+        for i in range(find(unit, rows, region, keys, visible, codes_at, scales_at)):
             if codes_at[i] >= 0:
                 decode_row_plain(region, codes_at[i], scales_at[i], width, key, 0)
                 for d in range(width):

@@ -25,15 +25,11 @@ from rorqual.ops.fast.kernel import inlined
 from rorqual.ops.fast.vectors import (
     ARRAY,
     F32,
-    I32,
     I64,
     LANES,
-    S32,
     VECTOR_F32,
-    VECTOR_I32,
     ahead,
     broadcast,
-    call,
     const,
     emit_fma,
     emit_relu,
@@ -46,9 +42,9 @@ from rorqual.ops.fast.vectors import (
 )
 
 # Accumulators, column vectors and one broadcast fill at most 32 registers of AVX512, or 16 of half the width of AVX2.
-_WIDE = "avx512f" in features()
-TILE_ROWS = 8 if _WIDE else 6
-TILE_VECS = 2 if _WIDE else 1
+WIDE = "avx512f" in features()
+TILE_ROWS = 8 if WIDE else 6
+TILE_VECS = 2 if WIDE else 1
 DEPTH = 128
 """Steps of k that `product` takes with all tiles before it goes on: what they share then stays in the first cache."""
 
@@ -135,9 +131,7 @@ def weigh(rows: int, vecs: int) -> Any:
                 result = builder.insert_value(result, total, r)
             return result
 
-        return _either(
-            builder, native, lambda: weighed(partial(emit_round_bf16, builder)), lambda: weighed(lambda x: x)
-        )
+        return either(builder, native, lambda: weighed(partial(emit_round_bf16, builder)), lambda: weighed(lambda x: x))
 
     return tile_weigh
 
@@ -170,7 +164,7 @@ def _folded(builder: Any, vectors: list[Any], half: int) -> Any:
     return builder.fadd(builder.shuffle_vector(first, last, low), builder.shuffle_vector(first, last, high))
 
 
-def _either(builder: Any, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+def either(builder: Any, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """The value of one of two emitted branches."""
     with builder.if_else(condition) as (if_true, if_false):
         with if_true:
@@ -181,64 +175,6 @@ def _either(builder: Any, condition: Any, then: Callable[[], Any], otherwise: Ca
     merged.add_incoming(true_value, true_end)
     merged.add_incoming(false_value, false_end)
     return merged
-
-
-def integer_rows(rows: int, vecs: int) -> Any:
-    """Instruction (data, at, vec_stride) -> int32 tile whose rows are all the same vectors."""
-
-    @instruction(tuple_of(S32, rows * vecs), ARRAY, types.intp, types.intp)
-    def tile_integer_rows(builder: Any, data: Any, at: Any, vec_stride: Any) -> Any:
-        tile = ir.Constant(ir.ArrayType(VECTOR_I32, rows * vecs), ir.Undefined)
-        for v in range(vecs):
-            vector = load_at(builder, data, ahead(builder, at, vec_stride, v), VECTOR_I32)
-            for r in range(rows):
-                tile = builder.insert_value(tile, vector, r * vecs + v)
-        return tile
-
-    return tile_integer_rows
-
-
-def dot_bytes(rows: int, vecs: int) -> Any:
-    """Instruction (tile, a, a_at, a_row, b, b_at, b_vec) -> int32 tile plus products of four bytes each (`vpdpbusd`).
-
-    a holds unsigned bytes, four of a row from a_at + r * a_row; b signed ones, four of each of sixteen columns from
-    b_at + v * b_vec.
-    """
-    tile_type = tuple_of(S32, rows * vecs)
-
-    @instruction(tile_type, tile_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
-    def tile_dot_bytes(builder: Any, tile: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any) -> Any:
-        columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_I32) for v in range(vecs)]
-        for r in range(rows):
-            row = broadcast(builder, load_at(builder, a, ahead(builder, a_at, a_row, r), I32), VECTOR_I32)
-            for v in range(vecs):
-                total = builder.extract_value(tile, r * vecs + v)
-                total = call(builder, "llvm.x86.avx512.vpdpbusd.512", VECTOR_I32, total, row, columns[v])
-                tile = builder.insert_value(tile, total, r * vecs + v)
-        return tile
-
-    return tile_dot_bytes
-
-
-def add_scaled(rows: int, vecs: int) -> Any:
-    """Instruction (tile, dots, a, a_at, a_row, b, b_at, b_vec) -> tile plus int32 dots * (a[row] * b[column])."""
-    tile_type, dots_type = tuple_of(F32, rows * vecs), tuple_of(S32, rows * vecs)
-
-    @instruction(tile_type, tile_type, dots_type, ARRAY, types.intp, types.intp, ARRAY, types.intp, types.intp)
-    def tile_add_scaled(
-        builder: Any, tile: Any, dots: Any, a: Any, a_at: Any, a_row: Any, b: Any, b_at: Any, b_vec: Any
-    ) -> Any:
-        columns = [load_at(builder, b, ahead(builder, b_at, b_vec, v), VECTOR_F32) for v in range(vecs)]
-        for r in range(rows):
-            row = broadcast(builder, load_at(builder, a, ahead(builder, a_at, a_row, r), a.type.pointee), VECTOR_F32)
-            for v in range(vecs):
-                at = r * vecs + v
-                value = builder.sitofp(builder.extract_value(dots, at), VECTOR_F32)
-                scale = builder.fmul(row, columns[v])
-                tile = builder.insert_value(tile, emit_fma(builder, value, scale, builder.extract_value(tile, at)), at)
-        return tile
-
-    return tile_add_scaled
 
 
 def _product(rows: int, vecs: int) -> Any:
@@ -255,7 +191,7 @@ def _product(rows: int, vecs: int) -> Any:
         places = [
             ahead(builder, ahead(builder, out_at, out_row, r), LANES, v) for r in range(rows) for v in range(vecs)
         ]
-        held = _either(
+        held = either(
             builder,
             onto,
             lambda: _joined(builder, [load_at(builder, out, place, VECTOR_F32) for place in places]),

@@ -159,6 +159,14 @@ def store(builder: Any, data: Any, offset: Any, vector: Any) -> None:
     store_at(builder, vector, data, offset)
 
 
+@instruction(types.void, ARRAY, types.intp)
+def prefetch(builder: Any, data: Any, offset: Any) -> None:
+    """Ask for the cache line of an element, which is read soon; any offset is allowed."""
+    kind = ir.FunctionType(ir.VoidType(), [data.type, I32, I32, I32])
+    ask = builder.module.declare_intrinsic("llvm.prefetch", (data.type,), kind)
+    builder.call(ask, [builder.gep(data, [offset]), I32(0), I32(3), I32(1)])
+
+
 @instruction(F32, types.float32)
 def splat(builder: Any, scalar: Any) -> Any:
     """A float32 in every lane."""
