@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def after_hit(model: Transformer) -> Found:
 
 
 def batch(model: Transformer) -> Found:
-    """Ragged steps of three sequences on pages that lie anyhow, one of which has image rows; and one beside a prefill."""
+    """Ragged steps of three sequences on pages that lie anyhow, and one beside a prefill."""
     cache = new_cache(model, 96, slots=4)
     pages = torch.randperm(cache.pages.pool.shape[0], generator=torch.Generator().manual_seed(3)).view(4, -1)
     sequences = [Sequence(model, cache, slot=i, block_table=pages[i]) for i in range(4)]

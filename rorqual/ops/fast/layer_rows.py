@@ -29,7 +29,7 @@ from rorqual.formats.weights import TILE
 from rorqual.ops.cpu import Path
 from rorqual.ops.fast.attention import attend_rows, attend_split, check_pages, split_sizes
 from rorqual.ops.fast.decode import BLOCK, DECODED, E8M0, ENTRIES, NO_REGION, PAGE_BYTES, REGION, region_arrays
-from rorqual.ops.fast.hyper import expand_kernel
+from rorqual.ops.fast.hyper import expand
 from rorqual.ops.fast.hyper_rows import MIX, SETTINGS, MixRows, enter_kernel
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.latent_rows import ANGLES, AttentionRows, latents_kernel, project_kernel
@@ -45,9 +45,9 @@ from rorqual.ops.reference.hyper import copies_of
 
 _F32 = np.float32
 _BEGINS = enter_kernel, latents_kernel
-_FINISHES = window_kernel, attend_rows, attend_split, project_kernel, enter_kernel, moe_kernel, expand_kernel
+_FINISHES = window_kernel, attend_rows, attend_split, project_kernel, enter_kernel, moe_kernel
 _enter, _latents = (made.code for made in _BEGINS)
-_window, _rows, _split, _project, _enter, _moe, _expand = (made.code for made in _FINISHES)
+_window, _rows, _split, _project, _enter, _moe = (made.code for made in _FINISHES)
 
 _MARKERS = FP4.marker, FP8.marker, FP32.marker
 _MARKED = "Tuple((int8[::1], uint8[::1], float32[::1]))"
@@ -168,8 +168,8 @@ def _finish(
     own = room[: rows * (hidden + sizes[2] * sizes[0] + sizes[1])]
     _moe(markers, next_TD, image_T, gate, weights, sizes, settings, own, out_TD, finite_T, parts)
     _round_rows(out_TD, native)
-    _expand(out_TD, y_TnD, mixed[1], mixed[2], out_TnD, parts)
     for t in range(rows):
+        expand(out_TD[t], y_TnD[t], mixed[1][t], mixed[2][t], out_TnD[t])
         _round_rows(out_TnD[t], native)
         if native and not finite_T[t]:
             wrong[0] = NOT_FINITE
@@ -279,6 +279,7 @@ class Placed:
         # By identity; what has it is kept, so that nothing else comes by it.
         self._angles: dict[int, tuple[Any, ...]] = {}
         self._regions: dict[int, tuple[Any, ...]] = {}
+        self._begun: dict[tuple[int, int, int, int], Begun] = {}
         self._rooms: dict[tuple[int, int], tuple[int, int]] = {}
         self._nothing = np.empty((self.rows, 0), np.int64)
 
@@ -289,6 +290,14 @@ class Placed:
             cos, sin = (x.contiguous().numpy() for x in cos_sin)
             found = self._angles[id(cos_sin)] = (cos, sin), (cos, -sin), cos_sin
         return found[0], found[1]
+
+    def begun(self, layer: LayerRows, copies: int) -> Begun:
+        """What `begin` writes; the step's layers of one shape write it in turn."""
+        hidden, latent, heads, channels = layer.sizes
+        if layer.sizes not in self._begun:
+            shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
+            self._begun[layer.sizes] = Begun(*(np.empty((self.rows, *shape), np.float32) for shape in shapes))
+        return self._begun[layer.sizes]
 
     def room(self, layer: LayerRows, chosen: int) -> tuple[Array, int, int]:
         """For `finish`: all of it, and how much is for keys and for `attend_split`."""
@@ -335,16 +344,14 @@ _DECODED = GEOMETRY, NO_TABLE, E8M0
 
 
 def begin(x_TnD: Tensor, pre_Tn: Tensor, layer: LayerRows, placed: Placed, cos_sin: tuple[Tensor, Tensor]) -> Begun:
-    """Enter the attention sub-layer and project.
+    """Enter the attention sub-layer and project; what comes back is good until the next layer begins.
 
     Raises:
         FormatError: NaN or Inf in what native quantises.
     """
     refuse_gradients(x_TnD, pre_Tn)
     x, pre, (rows, copies) = _floats(x_TnD), _floats(pre_Tn), pre_Tn.shape
-    hidden, latent, heads, channels = layer.sizes
-    shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
-    begun = Begun(*(np.empty((rows, *shape), np.float32) for shape in shapes))
+    begun = placed.begun(layer, copies)
     finite, parts = np.empty(rows, np.bool_), parts_of(rows * layer.products)
     turn, _ = placed.angles(cos_sin)
     native = placed.native
@@ -410,6 +417,7 @@ def finish(
         own, *_, table = placed.held[int(wrong[1])]
         assert region is not None and topk_TK is not None and table is not None
         check_pages(region, table, topk_TK[own])
+        raise IndexError(f"a group below -1 among the selected ones of segment {int(wrong[1])}")
     if wrong[0]:
         _refuse(begun.kv)
     return out, next_pre
