@@ -155,7 +155,7 @@ def fast_ops(path: Path | None = None) -> Ops:
 
 def _regions(path: Path) -> Regions | None:
     """Where products are vector products; the plain loops are no faster for being in one kernel."""
-    from rorqual.ops.fast import hyper_rows, latent_rows, layer_rows, linear, moe_rows, window
+    from rorqual.ops.fast import hyper_rows, latent_rows, layer_parts, layer_rows, linear, moe_rows, window
 
     if not linear.has_vectors(path):
         return None
@@ -168,8 +168,8 @@ def _regions(path: Path) -> Regions | None:
         pack_mix=hyper_rows.MixRows.of,
         enter=hyper_rows.enter,
         window=window.window_rows,
-        pack_layer=layer_rows.LayerRows.of,
-        place=layer_rows.Placed,
+        pack_layer=layer_parts.LayerRows.of,
+        place=layer_parts.Placed,
         reads=layer_rows.reads,
         begin=layer_rows.begin,
         finish=layer_rows.finish,

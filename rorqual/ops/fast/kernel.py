@@ -65,7 +65,7 @@ class Kernel:
     ) -> None:
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_')}"
         self.signature = signature
-        self.parallel = parallel or any(part.parallel for part in calls)
+        self.parallel: bool = parallel or any(part.parallel for part in calls)
         self._calls = calls
         digest = digest_of(Path(function.__code__.co_filename))
         if not function.__qualname__.endswith(digest):

@@ -66,6 +66,8 @@ _CHUNK = 32
 """Rows of x whose lanes are held at once."""
 _PIECE = 16
 """Blocks decoded at once into the buffer: 8 x 512 fp32 = 16 KB."""
+LANES_ROOM, WIDE_ROOM = _CHUNK * ROWS * LANES, ROWS * _PIECE * TILE
+"""fp32 values of the room that `share_vector` works in, whatever the rows; `rooms` gives what so many need."""
 
 
 @part
@@ -79,7 +81,7 @@ def address(array: Any) -> Any:
 def rooms(rows: Any) -> Any:
     """What `share_vector` works in, for so many rows of x: lanes, and a decoded piece. No more than there is use for,
     because memory that comes and goes costs page faults."""
-    wide = np.empty(ROWS * _PIECE * TILE if rows > _FUSED else 0, np.float32)
+    wide = np.empty(WIDE_ROOM if rows > _FUSED else 0, np.float32)
     return np.empty(min(rows, _CHUNK) * ROWS * LANES, np.float32), wide
 
 
@@ -158,7 +160,7 @@ def share_vector(
     blocks, row_bytes, scale_bytes = (k + TILE - 1) // TILE, k * unit // TILE, _scale_offset(scale_rows, 1, k)
     few = n1 // ROWS * ROWS if x_P.shape[0] <= _FUSED and k % TILE == 0 else n0
     if n0 < few:
-        _share_few(marker, form, w, s, k, n0, few, x_P, address(y_PN), y_PN.shape[1] * 4)
+        _share_few(marker, form, w, s, k, n0, few, x_P, address(y_PN), y_PN.strides[0])
     for first in range(max(n0, few), n1, ROWS):
         rows, step = min(ROWS, n - first), row_bytes
         codes, scales = w + first * row_bytes, s + _scale_offset(scale_rows, first, k)
