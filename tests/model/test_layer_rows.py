@@ -15,6 +15,7 @@ from rorqual.config import presets
 from rorqual.engine.sequence import Prompt, Sequence, new_cache, resume
 from rorqual.errors import FormatError
 from rorqual.model.forward import forward
+from rorqual.model.layer import Layer
 from rorqual.model.load import load
 from rorqual.model.short import ShortLayers
 from rorqual.model.transformer import Transformer
@@ -68,7 +69,7 @@ def after_hit(model: Transformer) -> Found:
 
 
 def batch(model: Transformer) -> Found:
-    """Ragged steps of three sequences on pages that lie anyhow, one with image rows; and one beside a prefill."""
+    """Ragged steps of three sequences on pages that lie anyhow, and one beside a prefill."""
     cache = new_cache(model, 96, slots=4)
     pages = torch.randperm(cache.pages.pool.shape[0], generator=torch.Generator().manual_seed(3)).view(4, -1)
     sequences = [Sequence(model, cache, slot=i, block_table=pages[i]) for i in range(4)]
@@ -141,7 +142,9 @@ def test_what_cannot_be_quantised_is_refused(models: dict[str, Transformer], num
     model = models[numerics]
     sequence = Sequence(model, new_cache(model, 64))
     sequence.prefill(Prompt(ids=ids_of(model, 20)))
-    norm = model.backbone.encoder[1].attn.kv_norm
+    layer = model.backbone.encoder[1]
+    assert isinstance(layer, Layer)
+    norm = layer.attn.kv_norm
     kept = norm.clone()
     try:
         norm[0] = torch.nan

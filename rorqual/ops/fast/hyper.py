@@ -153,13 +153,13 @@ def _collapse(streams_TnD: Any, pre_Tn: Any, out_TD: Any, parts: Any) -> None:
     "void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1], float32[:, :, ::1], float32[:, :, ::1], int64)",
     parallel=True,
 )
-def expand_kernel(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_TnD: Any, parts: Any) -> None:
+def _expand(out_TD: Any, streams_TnD: Any, post_Tn: Any, comb_Tnn: Any, result_TnD: Any, parts: Any) -> None:
     for share in prange(parts):
         for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
             expand(out_TD[t], streams_TnD[t], post_Tn[t], comb_Tnn[t], result_TnD[t])
 
 
-KERNELS = (_mix, _collapse, expand_kernel)
+KERNELS = (_mix, _collapse, _expand)
 
 
 def hyper_mix(
@@ -203,7 +203,7 @@ def hyper_expand(out_TD: Tensor, streams_TnD: Tensor, post_Tn: Tensor, comb_Tnn:
     result_TnD = torch.empty(streams_TnD.shape)
     parts = parts_of(streams_TnD.numel() * streams_TnD.shape[1])
     arrays = (_array(tensor) for tensor in (out_TD, streams_TnD, post_Tn, comb_Tnn))
-    expand_kernel(*arrays, result_TnD.numpy(), parts, tasks=parts)
+    _expand(*arrays, result_TnD.numpy(), parts, tasks=parts)
     return result_TnD
 
 

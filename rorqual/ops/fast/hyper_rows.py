@@ -28,7 +28,7 @@ from rorqual.ops.fast.hyper import collapse, expand, split
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
 from rorqual.ops.fast.norm import inverse_rms, norm_row, round_row
-from rorqual.ops.fast.row_kernels import address, columns, rooms, share_vector
+from rorqual.ops.fast.row_kernels import address, columns, part, rooms, share_vector
 from rorqual.ops.fast.row_vectors import FP32, Array
 
 _F32 = np.float32
@@ -44,32 +44,53 @@ _SIGNATURE = (
 )
 
 
+@part
+def _write(r0, r1, out_TD, x_TnD, post_Tn, comb_Tnn, native, y_TnD):
+    """The streams of rows [r0, r1) after the last sub-layer."""
+    for t in range(r0, r1):
+        expand(out_TD[t], x_TnD[t], post_Tn[t], comb_Tnn[t], y_TnD[t])
+        for j in range(y_TnD.shape[1]):
+            round_row(y_TnD[t, j], native)
+
+
+@part
+def _read(r0, r1, y_TnD, y_TC, mixes_TM, known, pre_Tn, norm_D, eps, native, mixed, inner_TD):
+    """Coefficients and inputs of rows [r0, r1)."""
+    (scale_3, base_M, mix_eps, hc_eps, iters), (new_pre_Tn, new_post_Tn, new_comb_Tnn) = known, mixed
+    for t in range(r0, r1):
+        factor = inverse_rms(y_TC[t], mix_eps)
+        split(mixes_TM[t], factor, scale_3, base_M, hc_eps, iters, new_pre_Tn[t], new_post_Tn[t], new_comb_Tnn[t])
+        collapse(y_TnD[t], pre_Tn[t], inner_TD[t])
+        norm_row(inner_TD[t], norm_D, eps, native)
+
+
 @kernel(_SIGNATURE, parallel=True)
 def enter_kernel(fp32, x_TnD, out_TD, written, pre_Tn, mix, settings, native, y_TnD, mixed, inner_TD, parts):
     """out_TD: of the last sub-layer, with no rows where x is to be taken as it is; written: its (post, comb).
     mix: (address of fn [M, C], scale, base, norm [D]). settings: eps of the mix's norm, of the mix, of the norm,
     iterations. y: the streams, x itself where nothing is added. mixed: (pre, post, comb) to write."""
-    (rows, copies, hidden), (post_Tn, comb_Tnn), (new_pre_Tn, new_post_Tn, new_comb_Tnn) = x_TnD.shape, written, mixed
+    (rows, copies, hidden), (post_Tn, comb_Tnn) = x_TnD.shape, written
     (fn, scale_3, base_M, norm_D), (mix_eps, hc_eps, eps, iters) = mix, settings
     width, mixes = copies * hidden, base_M.shape[0]
-    for share in prange(parts):
-        for t in range(rows * share // parts, rows * (share + 1) // parts):
-            if out_TD.shape[0]:
-                expand(out_TD[t], x_TnD[t], post_Tn[t], comb_Tnn[t], y_TnD[t])
-                for j in range(copies):
-                    round_row(y_TnD[t, j], native)
+    # A thread is worth its waking for a row of its own, or for a share of the product.
+    if rows >= parts and out_TD.shape[0]:
+        for share in prange(parts):
+            _write(rows * share // parts, rows * (share + 1) // parts, out_TD, x_TnD, post_Tn, comb_Tnn, native, y_TnD)
+    elif out_TD.shape[0]:
+        _write(0, rows, out_TD, x_TnD, post_Tn, comb_Tnn, native, y_TnD)
     y_T, mixes_TM = address(y_TnD) + np.arange(rows) * (width * 4), np.empty((rows, mixes), np.float32)
     for share in prange(parts):
         lanes, wide = rooms(rows)
         n0, n1 = columns(mixes, share, parts)
         share_vector(fp32, _FP32, fn, fn, mixes, width, n0, n1, y_T, mixes_TM, lanes, wide)
     y_TC = y_TnD.reshape(rows, width)
-    for share in prange(parts):
-        for t in range(rows * share // parts, rows * (share + 1) // parts):
-            factor = inverse_rms(y_TC[t], mix_eps)
-            split(mixes_TM[t], factor, scale_3, base_M, hc_eps, iters, new_pre_Tn[t], new_post_Tn[t], new_comb_Tnn[t])
-            collapse(y_TnD[t], pre_Tn[t], inner_TD[t])
-            norm_row(inner_TD[t], norm_D, eps, native)
+    known = scale_3, base_M, mix_eps, hc_eps, iters
+    if rows >= parts:
+        for share in prange(parts):
+            r0, r1 = rows * share // parts, rows * (share + 1) // parts
+            _read(r0, r1, y_TnD, y_TC, mixes_TM, known, pre_Tn, norm_D, eps, native, mixed, inner_TD)
+    else:
+        _read(0, rows, y_TnD, y_TC, mixes_TM, known, pre_Tn, norm_D, eps, native, mixed, inner_TD)
 
 
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:

@@ -14,11 +14,6 @@ T rows, n copies of the residual, D hidden, H heads, C head dim, Q q_lora rank, 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,37 +22,26 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32, NumberFormat
 from rorqual.formats.weights import TILE
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.attention import attend_rows, attend_split, split_sizes
-from rorqual.ops.fast.decode import (
-    BLOCK,
-    DECODED,
-    E8M0,
-    ENTRIES,
-    NO_REGION,
-    PAGE_BYTES,
-    REGION,
-    check_pages,
-    region_arrays,
-)
-from rorqual.ops.fast.hyper import expand_kernel
-from rorqual.ops.fast.hyper_rows import MIX, SETTINGS, MixRows, enter_kernel
+from rorqual.ops.fast.attention import attend_rows, attend_split
+from rorqual.ops.fast.decode import DECODED, E8M0, ENTRIES, PAGE_BYTES, REGION, check_pages
+from rorqual.ops.fast.hyper import expand
+from rorqual.ops.fast.hyper_rows import MIX, SETTINGS, enter_kernel
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
-from rorqual.ops.fast.latent_rows import ANGLES, AttentionRows, latents_kernel, project_kernel
+from rorqual.ops.fast.latent_rows import ANGLES, latents_kernel, project_kernel
+from rorqual.ops.fast.layer_parts import Begun, LayerRows, Placed
 from rorqual.ops.fast.linear import has_vectors, parts_of
-from rorqual.ops.fast.moe_rows import MoeRows, moe_kernel
+from rorqual.ops.fast.moe_rows import moe_kernel
 from rorqual.ops.fast.norm import round_row
 from rorqual.ops.fast.row_kernels import part
 from rorqual.ops.fast.row_vectors import FP4, FP8, FP32, Array
-from rorqual.ops.fast.vectors import LANES
 from rorqual.ops.fast.window import GEOMETRY, NO_TABLE, window_kernel
 from rorqual.ops.paged import PagedRegion
-from rorqual.ops.reference.hyper import copies_of
 
 _F32 = np.float32
 _BEGINS = enter_kernel, latents_kernel
-_FINISHES = window_kernel, attend_rows, attend_split, project_kernel, enter_kernel, moe_kernel, expand_kernel
+_FINISHES = window_kernel, attend_rows, attend_split, project_kernel, enter_kernel, moe_kernel
 _enter, _latents = (made.code for made in _BEGINS)
-_window, _rows, _split, _project, _enter, _moe, _expand = (made.code for made in _FINISHES)
+_window, _rows, _split, _project, _enter, _moe = (made.code for made in _FINISHES)
 
 _MARKERS = FP4.marker, FP8.marker, FP32.marker
 _MARKED = "Tuple((int8[::1], uint8[::1], float32[::1]))"
@@ -178,8 +162,8 @@ def _finish(
     own = room[: rows * (hidden + sizes[2] * sizes[0] + sizes[1])]
     _moe(markers, next_TD, image_T, gate, weights, sizes, settings, own, out_TD, finite_T, parts)
     _round_rows(out_TD, native)
-    _expand(out_TD, y_TnD, mixed[1], mixed[2], out_TnD, parts)
     for t in range(rows):
+        expand(out_TD[t], y_TnD[t], mixed[1][t], mixed[2][t], out_TnD[t])
         _round_rows(out_TnD[t], native)
         if native and not finite_T[t]:
             wrong[0] = NOT_FINITE
@@ -196,146 +180,6 @@ def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
     return (_begin, _finish) if has_vectors(path) else ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRows:
-    """A layer as `begin` and `finish` take it: the parts as their own kernels take them."""
-
-    mixes: tuple[Any, Any]
-    latents: tuple[Any, ...]
-    project: tuple[Any, ...]
-    experts: tuple[Any, ...]
-    sizes: tuple[int, int, int, int]
-    """D, Q, H, C."""
-    products: int
-    """Multiplications of a row."""
-    room: int
-    """fp32 values that a row takes in `finish`, its attention aside."""
-    held: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls,
-        attn_mix: MixRows | None,
-        ffn_mix: MixRows | None,
-        rows: AttentionRows | None,
-        moe: MoeRows | None,
-        sink_H: Tensor,
-        native: bool,
-    ) -> LayerRows | None:
-        """None where a part has no kernel, or heads are no multiple of 32 wide."""
-        if attn_mix is None or ffn_mix is None or rows is None or moe is None or rows.channels % BLOCK:
-            return None
-        sink = torch.nn.functional.pad(sink_H.detach().float(), (0, -sink_H.shape[0] % LANES)).numpy()
-        (inner, shared, chosen, _), width = moe.sizes, rows.heads * rows.channels
-        copies = copies_of(len(attn_mix.mix[2]))
-        after = max(width + len(rows.groups) * rows.rank, rows.hidden + chosen * inner + shared)
-        room = width + (copies + 2) * rows.hidden + after
-        return cls(
-            mixes=((attn_mix.mix, attn_mix.settings), (ffn_mix.mix, ffn_mix.settings)),
-            latents=(rows.weights, rows.norms, rows.eps),
-            project=(rows.groups, rows.wo_b, rows.rank, sink, _F32(rows.channels**-0.5)),
-            experts=(moe.gate, moe.weights, moe.sizes, (*moe.settings, native)),
-            sizes=(rows.hidden, rows.latent, rows.heads, rows.channels),
-            products=moe.hidden * 3 * (chosen * inner + shared),
-            room=room,
-            held=(attn_mix, ffn_mix, rows, moe),
-        )
-
-
-class Begun(NamedTuple):
-    """inner [T, D], the attention's input; q latent [T, Q]; q [T, H, C]; window KV [T, C]; pre, post, comb. fp32."""
-
-    inner: Array
-    latent: Array
-    q: Array
-    kv: Array
-    pre: Array
-    post: Array
-    comb: Array
-
-
-Held = tuple[slice, int, int, int, int, Tensor | None]
-"""A segment's rows, first position, slot, first window key held, window floor, block table (None without pages)."""
-
-
-class Placed:
-    """What the layers of one step share. Made once for a step's rows and a part of the model.
-
-    Args:
-        held: segment by segment.
-        positions_T: int64.
-        image_T: bool, rows of image spans, or None.
-        rings: uint8 [layers, slots, R, B], of E4M3 rows.
-        reach: positions that a query sees of its window.
-        native: SPEC 3 numerics.
-    """
-
-    def __init__(
-        self, held: Sequence[Held], positions_T: Tensor, image_T: Tensor | None, rings: Tensor, reach: int, native: bool
-    ) -> None:
-        tables, numbers, at = [], [], 0
-        for rows, start, slot, base, floor, table in held:
-            pages = 0 if table is None else table.shape[0]
-            numbers.append((rows.start, rows.stop, start, base, floor, slot, at, at + pages))
-            at += pages
-            if table is not None:
-                tables.append(table)
-        self.rows, self.native = positions_T.shape[0], native
-        image = np.zeros(self.rows, np.uint8) if image_T is None else image_T.to(torch.uint8).contiguous().numpy()
-        self.placed = np.array(numbers, np.int64), positions_T.contiguous().numpy(), image, reach
-        self.rings = rings.numpy()
-        self.held = held
-        self.table = torch.cat(tables) if tables else None
-        # By identity; what has it is kept, so that nothing else comes by it.
-        self._angles: dict[int, tuple[Any, ...]] = {}
-        self._regions: dict[int, tuple[Any, ...]] = {}
-        self._rooms: dict[tuple[int, int], tuple[int, int]] = {}
-        self._nothing = np.empty((self.rows, 0), np.int64)
-
-    def angles(self, cos_sin: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
-        """To turn by, and to turn back by."""
-        found = self._angles.get(id(cos_sin))
-        if found is None:
-            cos, sin = (x.contiguous().numpy() for x in cos_sin)
-            found = self._angles[id(cos_sin)] = (cos, sin), (cos, -sin), cos_sin
-        return found[0], found[1]
-
-    def room(self, layer: LayerRows, chosen: int) -> tuple[Array, int, int]:
-        """For `finish`: all of it, and how much is for keys and for `attend_split`."""
-        key = layer.room, chosen
-        if key not in self._rooms:
-            (segments, _, _, reach), channels, stride = self.placed, layer.sizes[3], len(layer.project[3])
-            counts = segments[:, 1] - segments[:, 0]
-            keys = int((segments[:, 2] + counts - segments[:, 3]).max()) * channels
-            split = sum(split_sizes(int(counts.max()), channels, chosen, reach, stride))
-            self._rooms[key] = keys, split
-        keys, split = self._rooms[key]
-        return _ROOMS.of(keys + split + self.rows * layer.room), keys, split
-
-    def region(self, region: PagedRegion | None, topk_TK: Tensor | None) -> tuple[Any, Array]:
-        """As the kernel takes them; a layer without either reads its window alone."""
-        if region is None or topk_TK is None or self.table is None:
-            return NO_REGION, self._nothing
-        found = self._regions.get(id(region))
-        if found is None:
-            found = self._regions[id(region)] = region_arrays(region, self.table), region
-        return found[0], topk_TK.contiguous().numpy()
-
-
-class _Rooms(threading.local):
-    """What the kernels of a thread work in: kept, because fresh memory costs a page fault for every 4 KB."""
-
-    room = np.empty(0, np.float32)
-
-    def of(self, size: int) -> Array:
-        if size > self.room.shape[0]:
-            self.room = np.empty(size, np.float32)
-        return self.room
-
-
-_ROOMS = _Rooms()
-
-
 def reads(window_fmt: NumberFormat, main_fmt: NumberFormat) -> bool:
     """Whether the kernels read caches of these formats."""
     return window_fmt is E4M3_E8M0_32 and main_fmt in DECODED
@@ -345,16 +189,14 @@ _DECODED = GEOMETRY, NO_TABLE, E8M0
 
 
 def begin(x_TnD: Tensor, pre_Tn: Tensor, layer: LayerRows, placed: Placed, cos_sin: tuple[Tensor, Tensor]) -> Begun:
-    """Enter the attention sub-layer and project.
+    """Enter the attention sub-layer and project; what comes back is good until the next layer begins.
 
     Raises:
         FormatError: NaN or Inf in what native quantises.
     """
     refuse_gradients(x_TnD, pre_Tn)
     x, pre, (rows, copies) = _floats(x_TnD), _floats(pre_Tn), pre_Tn.shape
-    hidden, latent, heads, channels = layer.sizes
-    shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
-    begun = Begun(*(np.empty((rows, *shape), np.float32) for shape in shapes))
+    begun = placed.begun(layer, copies)
     finite, parts = np.empty(rows, np.bool_), parts_of(rows * layer.products)
     turn, _ = placed.angles(cos_sin)
     native = placed.native
@@ -420,6 +262,7 @@ def finish(
         own, *_, table = placed.held[int(wrong[1])]
         assert region is not None and topk_TK is not None and table is not None
         check_pages(region, table, topk_TK[own])
+        raise IndexError(f"a group below -1 among the selected ones of segment {int(wrong[1])}")
     if wrong[0]:
         _refuse(begun.kv)
     return out, next_pre

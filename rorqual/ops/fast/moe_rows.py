@@ -127,6 +127,15 @@ def _combine(y_PD, place_k, y_D, n0, n1, native, out_D):
         out_D[i] = total + (round_bf16(y_D[i]) if native else y_D[i])
 
 
+@part
+def _gate(fp32, gate_w, x_TD, logits_TE, n0, n1):
+    """Columns [n0, n1) of the gate's product."""
+    rows, hidden = x_TD.shape
+    lanes, wide = rooms(rows)
+    x_T = address(x_TD) + np.arange(rows) * (hidden * 4)
+    share_vector(fp32, _FP32, gate_w, gate_w, logits_TE.shape[1], hidden, n0, n1, x_T, logits_TE, lanes, wide)
+
+
 _SIGNATURE = (
     "void(Tuple((int8[::1], uint8[::1], float32[::1])), float32[:, ::1], uint8[::1], Tuple((int64, float32[:, ::1])), "
     "Tuple((int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])), UniTuple(int64, 4), "
@@ -153,11 +162,12 @@ def moe_kernel(markers, x_TD, image_T, gate, weights, sizes, settings, room, out
     for t in range(rows):
         finite_T[t] = pack_row(x_TD[t], True, native, packed_TD[t])
     step = np.arange(rows) * (hidden * 4)
-    gate_parts = parts if rows * experts * hidden >= 1 << 18 else 1
-    for share in prange(gate_parts):
-        lanes, wide = rooms(rows)
-        n0, n1 = columns(experts, share, gate_parts)
-        share_vector(fp32, _FP32, gate_w, gate_w, experts, hidden, n0, n1, address(x_TD) + step, logits_TE, lanes, wide)
+    if rows * experts * hidden >= 1 << 18:
+        for share in prange(parts):
+            n0, n1 = columns(experts, share, parts)
+            _gate(fp32, gate_w, x_TD, logits_TE, n0, n1)
+    else:
+        _gate(fp32, gate_w, x_TD, logits_TE, 0, experts)
 
     index_Tk, weight_Tk = np.empty((rows, chosen), np.int64), np.empty((rows, chosen), np.float32)
     taken_E = np.empty(experts, np.bool_)

@@ -66,6 +66,8 @@ _CHUNK = 32
 """Rows of x whose lanes are held at once."""
 _PIECE = 16
 """Blocks decoded at once into the buffer: 8 x 512 fp32 = 16 KB."""
+LANES_ROOM, WIDE_ROOM = _CHUNK * ROWS * LANES, ROWS * _PIECE * TILE
+"""fp32 values of the room that `share_vector` works in, whatever the rows; `rooms` gives what so many need."""
 
 
 @part
@@ -79,7 +81,7 @@ def address(array: Any) -> Any:
 def rooms(rows: Any) -> Any:
     """What `share_vector` works in, for so many rows of x: lanes, and a decoded piece. No more than there is use for,
     because memory that comes and goes costs page faults."""
-    wide = np.empty(ROWS * _PIECE * TILE if rows > _FUSED else 0, np.float32)
+    wide = np.empty(WIDE_ROOM if rows > _FUSED else 0, np.float32)
     return np.empty(min(rows, _CHUNK) * ROWS * LANES, np.float32), wide
 
 
@@ -130,20 +132,22 @@ def _multiply_eight(
 
 
 @part
-def _share_few(
-    marker: Any, y_PN: Any, first: Any, w: Any, w_step: Any, s: Any, s_step: Any, x_P: Any, blocks: Any
-) -> None:
-    """Eight output columns of few rows of x, all of K at once."""
-    y_step, ahead = y_PN.shape[1] * 4, w + ROWS * w_step
-    for p in range(0, x_P.shape[0], 3):
-        left, y = x_P.shape[0] - p, address(y_PN) + p * y_step + first * 4
-        if left == 1:
-            product_tile(marker, y, y_step, w, w_step, s, s_step, (x_P[p],), blocks, ahead)
-        elif left == 2:
-            product_tile(marker, y, y_step, w, w_step, s, s_step, (x_P[p], x_P[p + 1]), blocks, ahead)
-        else:
-            triple = (x_P[p], x_P[p + 1], x_P[p + 2])
-            product_tile(marker, y, y_step, w, w_step, s, s_step, triple, blocks, ahead)
+def _share_few(marker: Any, form: Any, w: Any, s: Any, k: Any, n0: Any, n1: Any, x_P: Any, y: Any, y_step: Any) -> None:
+    """Whole eights of output columns of few rows of x, all of K at once; `y` is the address of column 0."""
+    _, unit, scale_rows = form
+    blocks, step, scale_bytes = k // TILE, k // TILE * unit, _scale_offset(scale_rows, 1, k)
+    for first in range(n0, n1, ROWS):
+        codes, scales, out = w + first * step, s + _scale_offset(scale_rows, first, k), y + first * 4
+        ahead = codes + ROWS * step
+        for p in range(0, x_P.shape[0], 3):
+            left, at, x = x_P.shape[0] - p, out + p * y_step, x_P[p]
+            if left == 1:
+                product_tile(marker, at, y_step, codes, step, scales, scale_bytes, (x,), blocks, ahead)
+            elif left == 2:
+                product_tile(marker, at, y_step, codes, step, scales, scale_bytes, (x, x_P[p + 1]), blocks, ahead)
+            else:
+                triple = (x, x_P[p + 1], x_P[p + 2])
+                product_tile(marker, at, y_step, codes, step, scales, scale_bytes, triple, blocks, ahead)
 
 
 @part
@@ -154,14 +158,14 @@ def share_vector(
     for these rows or more; y_PN is contiguous, and mentioned by the caller afterwards, as it is used by address."""
     _, unit, scale_rows = form
     blocks, row_bytes, scale_bytes = (k + TILE - 1) // TILE, k * unit // TILE, _scale_offset(scale_rows, 1, k)
-    for first in range(n0, n1, ROWS):
+    few = n1 // ROWS * ROWS if x_P.shape[0] <= _FUSED and k % TILE == 0 else n0
+    if n0 < few:
+        _share_few(marker, form, w, s, k, n0, few, x_P, address(y_PN), y_PN.strides[0])
+    for first in range(max(n0, few), n1, ROWS):
         rows, step = min(ROWS, n - first), row_bytes
         codes, scales = w + first * row_bytes, s + _scale_offset(scale_rows, first, k)
         # Nothing past the weight may be read: ragged edges are completed with zeros in a buffer.
         ragged = rows < ROWS or blocks * unit > row_bytes
-        if not ragged and x_P.shape[0] <= _FUSED:
-            _share_few(marker, y_PN, first, codes, step, scales, scale_bytes, x_P, blocks)
-            continue
         spare = np.zeros((ROWS if ragged else 0) * (blocks * unit + scale_bytes), np.uint8)
         if ragged:
             step = blocks * unit
