@@ -60,6 +60,8 @@ class Regions:
     pack_mix: Callable[..., Any]
     enter: Callable[..., tuple[Tensor, ...]]
     """`model.layer.Layer.enter_sublayer`."""
+    enter_long: Callable[..., tuple[Tensor, ...]]
+    """The same of long segments, which need not have the row kernel's bits."""
     window: Callable[..., Tensor | None]
     """`model.kv.PagedKV.window`."""
 
@@ -147,7 +149,7 @@ def fast_ops(path: Path | None = None) -> Ops:
 
 def _regions(path: Path) -> Regions | None:
     """Where products are vector products; the plain loops are no faster for being in one kernel."""
-    from rorqual.ops.fast import hyper_rows, latent_rows, linear, moe_rows, window
+    from rorqual.ops.fast import hyper_panels, hyper_rows, latent_rows, linear, moe_rows, window
 
     if not linear.has_vectors(path):
         return None
@@ -159,6 +161,7 @@ def _regions(path: Path) -> Regions | None:
         project=latent_rows.project,
         pack_mix=hyper_rows.MixRows.of,
         enter=hyper_rows.enter,
+        enter_long=hyper_panels.enter,
         window=window.window_rows,
     )
 
@@ -198,6 +201,7 @@ def _steps() -> list[Callable[[], None]]:
         experts,
         gather,
         hyper,
+        hyper_panels,
         hyper_rows,
         index_scores,
         latent_rows,
@@ -210,7 +214,7 @@ def _steps() -> list[Callable[[], None]]:
     )
 
     path = cpu.best_path()
-    modules = (attention, index_scores, topk, gather, linear, hyper_rows, latent_rows, moe_rows, window)
+    modules = (attention, index_scores, topk, gather, linear, hyper_panels, hyper_rows, latent_rows, moe_rows, window)
     by_path = (module.kernels(path) for module in modules)
     kernels = itertools.chain(*by_path, experts.kernels(path), norm.KERNELS, hyper.KERNELS, rope.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]

@@ -127,7 +127,7 @@ def _mix(
 
 
 @inlined
-def _collapse_vectors(streams: Any, pre: Any, t: Any, n: Any, width: Any, out: Any) -> None:
+def collapse_vectors(streams: Any, pre: Any, t: Any, n: Any, width: Any, out: Any) -> None:
     """`collapse` of token t over flat arrays, sixteen channels at a time; the last few alone."""
     at, whole = t * n * width, width // LANES * LANES
     for d in range(0, whole, LANES):
@@ -143,10 +143,10 @@ def _collapse_vectors(streams: Any, pre: Any, t: Any, n: Any, width: Any, out: A
 
 
 @inlined
-def _expand_vectors(
+def expand_vectors(
     out: Any, streams: Any, post: Any, comb: Any, t: Any, n: Any, k: Any, width: Any, result: Any
 ) -> None:
-    """Copy k of `expand` of token t, as `_collapse_vectors`."""
+    """Copy k of `expand` of token t, as `collapse_vectors`."""
     at, to, weights, whole = t * n * width, (t * n + k) * width, t * n * n + k, width // LANES * LANES
     for d in range(0, whole, LANES):
         total = multiply(splat(comb[weights]), load(streams, at + d))
@@ -164,7 +164,7 @@ def _expand_vectors(
 def _collapse(streams: Any, pre: Any, tokens: Any, width: Any, out: Any, parts: Any) -> None:
     for share in prange(parts):
         for t in range(tokens * share // parts, tokens * (share + 1) // parts):
-            _collapse_vectors(streams, pre, t, pre.size // tokens, width, out)
+            collapse_vectors(streams, pre, t, pre.size // tokens, width, out)
 
 
 @kernel(
@@ -176,7 +176,7 @@ def _expand(
     for share in prange(parts):
         for t in range(tokens * share // parts, tokens * (share + 1) // parts):
             for k in range(post.size // tokens):
-                _expand_vectors(out, streams, post, comb, t, post.size // tokens, k, width, result)
+                expand_vectors(out, streams, post, comb, t, post.size // tokens, k, width, result)
 
 
 KERNELS = (_mix, _collapse, _expand)

@@ -57,7 +57,7 @@ def _turn(paired: bool) -> Any:
     return turn
 
 
-_turn_plain, _turn_paired = _turn(False), _turn(True)
+turn_plain, _turn_paired = _turn(False), _turn(True)
 
 
 @kernel("void(float32[::1], int64, int64[::1], boolean, float32[::1], int64)", parallel=True)
@@ -70,7 +70,7 @@ def _pack(x, width, row_V, paired, panels, parts):
                     place = c // TILE * TILE + c % TILE // 2
                     _turn_paired(x, row_V, v * LANES, width, c, panels, (v * width + place) * LANES)
                 else:
-                    _turn_plain(x, row_V, v * LANES, width, c, panels, (v * width + c) * LANES)
+                    turn_plain(x, row_V, v * LANES, width, c, panels, (v * width + c) * LANES)
 
 
 @part
