@@ -6,6 +6,7 @@ the layer before and returns one for the layer after.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,18 +131,19 @@ class Layer(nn.Module):
         regions = run.regions
         packed = None if regions is None else mix.packed_for(regions, norm, self.eps)
         short = rows.short_rows
-        if regions is None or packed is None or not short:
+        if regions is None or packed is None:
             return self._enter_by_op(kind, x_TSD, pre_TS, written, rows, run)
+        if not short:
+            return _rounded(regions.enter_long(x_TSD, pre_TS, packed, run.numerics.native, written), run)
         first = None if written is None else _cut(written, slice(0, short))
-        x, inner, *mixed = regions.enter(x_TSD[:short], pre_TS[:short], packed, run.numerics.native, first)
-        x, inner, (pre, post, comb) = run.numerics.round(x), run.numerics.round(inner), mixed
+        found = _rounded(regions.enter(x_TSD[:short], pre_TS[:short], packed, run.numerics.native, first), run)
         if short < len(rows):
             cut = slice(short, None)
             last = None if written is None else _cut(written, cut)
-            rest = self._enter_by_op(kind, x_TSD[cut], pre_TS[cut], last, rows.without_short(), run)
-            found = (x, inner, pre, post, comb)
+            rest = _rounded(regions.enter_long(x_TSD[cut], pre_TS[cut], packed, run.numerics.native, last), run)
             x, inner, pre, post, comb = (torch.cat(pair) for pair in zip(found, rest, strict=True))
-        return x, inner, pre, post, comb
+            return x, inner, pre, post, comb
+        return found
 
     def _enter_by_op(
         self, kind: str, x_TSD: Tensor, pre_TS: Tensor, written: Written | None, rows: Rows, run: Run
@@ -157,6 +159,11 @@ class Layer(nn.Module):
         if kind == "attn":
             pre = run.record(f"{name}.attn_pre", pre, rows)
         return x_TSD, run.record(f"{name}.{kind}_in", self.collapse(x_TSD, pre_TS, norm, run), rows), pre, post, comb
+
+
+def _rounded(entered: Sequence[Tensor], run: Run) -> Entered:
+    x, inner, pre, post, comb = entered
+    return run.numerics.round(x), run.numerics.round(inner), pre, post, comb
 
 
 def _cut(written: Written, rows: slice) -> Written:

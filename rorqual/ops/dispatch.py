@@ -60,6 +60,8 @@ class Regions:
     pack_mix: Callable[..., Any]
     enter: Callable[..., tuple[Tensor, ...]]
     """`model.layer.Layer.enter_sublayer`."""
+    enter_long: Callable[..., tuple[Tensor, ...]]
+    """The same of long segments, which need not have the row kernel's bits."""
     window: Callable[..., Tensor | None]
     """`model.kv.PagedKV.window`."""
     pack_engram: Callable[..., Any]
@@ -169,6 +171,7 @@ def _regions(path: Path) -> Regions | None:
     from rorqual.ops.fast import (
         compress_rows,
         engram_rows,
+        hyper_panels,
         hyper_rows,
         index_choice,
         index_rows,
@@ -190,6 +193,7 @@ def _regions(path: Path) -> Regions | None:
         project=latent_rows.project,
         pack_mix=hyper_rows.MixRows.of,
         enter=hyper_rows.enter,
+        enter_long=hyper_panels.enter,
         window=window.window_rows,
         pack_engram=engram_rows.EngramRows.of,
         engram=engram_rows.engram_rows,
@@ -243,6 +247,7 @@ def _steps() -> list[Callable[[], None]]:
         experts,
         gather,
         hyper,
+        hyper_panels,
         hyper_rows,
         index_choice,
         index_rows,
@@ -260,6 +265,7 @@ def _steps() -> list[Callable[[], None]]:
     path = cpu.best_path()
     ops = (attention, index_scores, topk, gather, linear)
     regions = (
+        hyper_panels,
         hyper_rows,
         latent_rows,
         moe_rows,

@@ -41,6 +41,7 @@ from rorqual.ops.fast.linear import (
 from rorqual.ops.fast.panels import multiply_panels, pack_panels, places
 from rorqual.ops.fast.row_kernels import pack_row, part, round_bf16
 from rorqual.ops.fast.row_vectors import FP32, Array
+from rorqual.ops.fast.vectors import LANES
 
 PASS_BYTES = 256 << 20
 """Outputs of pairs held at once, before their sum."""
@@ -171,7 +172,7 @@ class _Layer:
         """One pass; short: no expert takes its rows together."""
         index, count = index_Tk.reshape(-1), len(self.w1)
         assert not len(index) or (index.min() >= 0 and index.max() < count), "expert indices are out of range"
-        panels = not short and in_panels([*self.w1[:1], *self.w2[:1]], self.path)
+        panels = not short and self._fit_panels()
         most = len(index) + 1 if short else PANEL_ROWS if panels else GEMM_ROWS
         # Experts with few rows stand first.
         key = index + (np.bincount(index, minlength=count) >= most)[index] * count
@@ -191,6 +192,10 @@ class _Layer:
         place[order] = np.arange(len(order))
         parts = parts_of(y_PD.size)
         _combine(y_PD, place.reshape(index_Tk.shape), self.native, out_TD, parts, tasks=parts)
+
+    def _fit_panels(self) -> bool:
+        whole = self.w1[0].shape[0] % LANES == 0
+        return whole and in_panels([*self.w1, *self.w2, *self.w3], self.path)
 
     def _batches(self, pairs: _Sorted, row_P: Array, weight_P: Array, y_PD: Array) -> Iterator[_Batch]:
         floats = 3 * self.w1[0].shape[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rorqual.formats.weights import DenseWeight
 from rorqual.ops.cpu import Path
-from rorqual.ops.fast.kernel import kernel, refuse_gradients
+from rorqual.ops.fast.kernel import inlined, kernel, refuse_gradients
 from rorqual.ops.fast.linear import linear, parts_of
 from rorqual.ops.fast.norm import inverse_rms
 from rorqual.ops.fast.row_kernels import part
@@ -77,41 +77,52 @@ def split(
         _normalize_rows(comb_nn.T, hc_eps)
 
 
-@part
-def _weighted(streams: Any, width: Any, weight_n: Any, d: Any) -> Any:
-    """Sixteen channels of the weighted sum of the copies, added in order: the compiler turns no such loop round."""
-    total = multiply(splat(weight_n[0]), load(streams, d))
-    for j in range(1, weight_n.shape[0]):
-        total = add(total, multiply(splat(weight_n[j]), load(streams, j * width + d)))
-    return total
+@inlined
+def collapse_vectors(streams: Any, pre: Any, t: Any, n: Any, width: Any, out: Any) -> None:
+    """`collapse` of token t over flat arrays, sixteen channels at a time, the copies in order; the last few alone."""
+    at, whole = t * n * width, width // LANES * LANES
+    for d in range(0, whole, LANES):
+        total = multiply(splat(pre[t * n]), load(streams, at + d))
+        for j in range(1, n):
+            total = add(total, multiply(splat(pre[t * n + j]), load(streams, at + j * width + d)))
+        store(out, t * width + d, total)
+    for d in range(whole, width):
+        rest = pre[t * n] * streams[at + d]
+        for j in range(1, n):
+            rest += pre[t * n + j] * streams[at + j * width + d]
+        out[t * width + d] = rest
+
+
+@inlined
+def expand_vectors(
+    out: Any, streams: Any, post: Any, comb: Any, t: Any, n: Any, k: Any, width: Any, result: Any
+) -> None:
+    """Copy k of `expand` of token t, as `collapse_vectors`."""
+    at, to, weights, whole = t * n * width, (t * n + k) * width, t * n * n + k, width // LANES * LANES
+    for d in range(0, whole, LANES):
+        total = multiply(splat(comb[weights]), load(streams, at + d))
+        for j in range(1, n):
+            total = add(total, multiply(splat(comb[weights + j * n]), load(streams, at + j * width + d)))
+        store(result, to + d, add(multiply(splat(post[t * n + k]), load(out, t * width + d)), total))
+    for d in range(whole, width):
+        rest = comb[weights] * streams[at + d]
+        for j in range(1, n):
+            rest += comb[weights + j * n] * streams[at + j * width + d]
+        result[to + d] = post[t * n + k] * out[t * width + d] + rest
 
 
 @part
 def collapse(streams_nD: Any, pre_n: Any, out_D: Any) -> None:
     """One token's weighted sum of the copies."""
-    streams, width = streams_nD.reshape(-1), out_D.shape[0]
-    for d in range(0, width - width % LANES, LANES):
-        store(out_D, d, _weighted(streams, width, pre_n, d))
-    for d in range(width - width % LANES, width):
-        total = pre_n[0] * streams_nD[0, d]
-        for j in range(1, pre_n.shape[0]):
-            total += pre_n[j] * streams_nD[j, d]
-        out_D[d] = total
+    collapse_vectors(streams_nD.reshape(-1), pre_n, 0, pre_n.shape[0], out_D.shape[0], out_D)
 
 
 @part
 def expand(out_D: Any, streams_nD: Any, post_n: Any, comb_nn: Any, result_nD: Any) -> None:
     """One token's streams after a sub-layer gave `out_D`."""
-    streams, width = streams_nD.reshape(-1), out_D.shape[0]
-    for k in range(post_n.shape[0]):
-        for d in range(0, width - width % LANES, LANES):
-            total = _weighted(streams, width, comb_nn[:, k], d)
-            store(result_nD[k], d, add(multiply(splat(post_n[k]), load(out_D, d)), total))
-        for d in range(width - width % LANES, width):
-            total = comb_nn[0, k] * streams_nD[0, d]
-            for j in range(1, post_n.shape[0]):
-                total += comb_nn[j, k] * streams_nD[j, d]
-            result_nD[k, d] = post_n[k] * out_D[d] + total
+    streams, comb, result, n = streams_nD.reshape(-1), comb_nn.reshape(-1), result_nD.reshape(-1), post_n.shape[0]
+    for k in range(n):
+        expand_vectors(out_D, streams, post_n, comb, 0, n, k, out_D.shape[0], result)
 
 
 _MIX = (

@@ -92,12 +92,8 @@ def _multiply_long(weights: Sequence[Weight], x_PK: Tensor, quantise: bool, y_PN
 
 
 def in_panels(weights: Sequence[Weight], path: Path | None) -> bool:
-    """Whether many rows times these weights go through `panels`. fp32 weights are a GEMM's as they are."""
-    return (
-        has_vectors(path)
-        and kind_of(weights[0]) is not FP32
-        and all(fits(weight) and weight.addresses is not None for weight in weights)
-    )
+    """Whether many rows times these weights go through `panels`."""
+    return has_vectors(path) and all(fits(weight) and weight.addresses is not None for weight in weights)
 
 
 def form_of(kind: Kind) -> tuple[int, int, int]:

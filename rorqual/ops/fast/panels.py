@@ -57,7 +57,7 @@ def _turn(paired: bool) -> Any:
     return turn
 
 
-_turn_plain, _turn_paired = _turn(False), _turn(True)
+turn_plain, _turn_paired = _turn(False), _turn(True)
 
 
 @kernel("void(float32[::1], int64, int64[::1], boolean, float32[::1], int64)", parallel=True)
@@ -70,7 +70,7 @@ def _pack(x, width, row_V, paired, panels, parts):
                     place = c // TILE * TILE + c % TILE // 2
                     _turn_paired(x, row_V, v * LANES, width, c, panels, (v * width + place) * LANES)
                 else:
-                    _turn_plain(x, row_V, v * LANES, width, c, panels, (v * width + c) * LANES)
+                    turn_plain(x, row_V, v * LANES, width, c, panels, (v * width + c) * LANES)
 
 
 @part
@@ -100,26 +100,35 @@ def _turn_back(room, tile, turned, rows, vecs, y, y_at, width, have):
         for r in range(0, rows, LANES):
             transpose(room, tile + r * 2 * LANES + v * LANES, 2 * LANES, room, turned)
             for p in range(min(LANES, have - v * LANES)):
-                store(y, y_at + (v * LANES + p) * width + r, load(room, turned + p * LANES))
+                to = y_at + (v * LANES + p) * width + r
+                if r + LANES <= rows:
+                    store(y, to, load(room, turned + p * LANES))
+                else:
+                    for i in range(rows - r):
+                        y[to + i] = room[turned + p * LANES + i]
 
 
 @kernel(
     "void(UniTuple(int64, 3), int64[::1], int64[::1], int64, int64, int64[::1], int64[::1], int64[::1],"
-    " float32[::1], float32[::1], float32[::1], int64)",
+    " float32[::1], float32[::1], float32[::1], int64, int64)",
     parallel=True,
 )
-def _multiply(form, w_J, s_J, n, k, first_J, last_J, panel_J, panels, y, room, parts):
+def _multiply(form, w_J, s_J, n, k, first_J, last_J, panel_J, panels, y, room, cuts, parts):
     chunks = (n + WEIGHT_ROWS - 1) // WEIGHT_ROWS
     for share in prange(parts):
         at, step = share * (room.size // parts), k + SPARE
         tile = at + WEIGHT_ROWS * step
         # Neighbours of one weight go to different threads: weights differ in how many rows they have.
-        for unit in range(share, chunks * w_J.size, parts):
-            j, row0 = unit // chunks, unit % chunks * WEIGHT_ROWS
+        for unit in range(share, chunks * w_J.size * cuts, parts):
+            j, row0 = unit // cuts // chunks, unit // cuts % chunks * WEIGHT_ROWS
             rows = min(WEIGHT_ROWS, n - row0)
-            decode_rows(form, w_J[j], s_J[j], k, row0, rows, address(room) + 4 * at)
-            for p in range(first_J[j], last_J[j], 2 * LANES):
-                have = min(2 * LANES, last_J[j] - p)
+            pairs, cut = (last_J[j] - first_J[j] + 2 * LANES - 1) // (2 * LANES), unit % cuts
+            start = first_J[j] + pairs * cut // cuts * 2 * LANES
+            end = min(last_J[j], first_J[j] + pairs * (cut + 1) // cuts * 2 * LANES)
+            if start < end:
+                decode_rows(form, w_J[j], s_J[j], k, row0, rows, address(room) + 4 * at)
+            for p in range(start, end, 2 * LANES):
+                have = min(2 * LANES, end - p)
                 vecs, b_at = (have + LANES - 1) // LANES, (panel_J[j] + (p - first_J[j]) // LANES) * k * LANES
                 product(room, at, step, 1, rows, panels, b_at, LANES, k * LANES, vecs, k, room, tile, 2 * LANES, False)
                 _turn_back(room, tile, tile + _TILE_FLOATS, rows, vecs, y, p * n + row0, n, have)
@@ -139,8 +148,7 @@ class Panels(NamedTuple):
 
 def fits(weight: Weight) -> bool:
     """Whether the kernels take a weight of this shape."""
-    n, k = weight.shape
-    return n % LANES == 0 and k % TILE == 0
+    return weight.shape[1] % TILE == 0
 
 
 def pack_panels(x_TK: Array, row_P: Array, first_J: Array, last_J: Array, paired: bool, parts: int) -> Panels:
@@ -151,7 +159,10 @@ def pack_panels(x_TK: Array, row_P: Array, first_J: Array, last_J: Array, paired
         row_P: int64; first_J and last_J too.
         paired: x is in plain order and the weight in lane order.
     """
-    panel_J, lanes = places(first_J, last_J)
+    if len(first_J) == 1 and len(row_P) % LANES == 0:
+        panel_J, lanes = first_J, np.arange(len(row_P))
+    else:
+        panel_J, lanes = places(first_J, last_J)
     values = np.empty(len(lanes) * x_TK.shape[1], np.float32)
     _pack(x_TK.reshape(-1), x_TK.shape[1], row_P[lanes], paired, values, parts, tasks=parts)
     return Panels(values, panel_J)
@@ -185,10 +196,11 @@ def multiply_panels(
         y_PN: fp32, contiguous, written.
     """
     n, k = shape
-    room = room_of(k, parts)
-    _multiply(
-        form, *addresses, n, k, first_J, last_J, panels.first, panels.values, y_PN.reshape(-1), room, parts, tasks=parts
-    )
+    units = -(-n // WEIGHT_ROWS) * len(first_J)
+    # A weight of few outputs is decoded again for each of some cuts of the rows, so that every thread has its share.
+    cuts = 1 if parts == 1 or units >= 4 * parts else -(-4 * parts // units)
+    inputs = form, *addresses, n, k, first_J, last_J, panels.first, panels.values
+    _multiply(*inputs, y_PN.reshape(-1), room_of(k, parts), cuts, parts, tasks=parts)
 
 
 def room_of(k: int, parts: int) -> Array:
