@@ -1,7 +1,8 @@
 """Which kernel paths this CPU can run.
 
     vnni     integer dot products of FP4 index keys (`vpdpbusd`, 512 bits wide); other ops take their vector path
-    vector   16-wide fp32 vectors with fused multiply-add: AVX512, AVX2 or NEON registers, LLVM splits as needed
+    vector   16-wide fp32 vectors with fused multiply-add: AVX512, AVX2 or NEON registers, LLVM splits as needed;
+             FP4 index keys on x86 as products of bytes in pairs (`vpmaddubsw`)
     plain    loops that any CPU runs
 
 All paths of one op agree: bit for bit for FP4 index scores and selections, to fp32 rounding for attention.

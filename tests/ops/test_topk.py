@@ -142,3 +142,40 @@ def test_any_scores(rows: list[list[float]], k: int) -> None:
     scores = torch.tensor(rows, dtype=torch.float32)
     assert torch.equal(topk_lowest(scores, k), by_sorting(scores, k))
     assert torch.equal(fast_topk_lowest(scores, k), by_sorting(scores, k))
+
+
+def long_rows() -> dict[str, Tensor]:
+    """Rows of 6,000 scores: long beside k = 12, so that their first parts tell what to look at."""
+    generator = torch.Generator().manual_seed(8)
+    mixed = torch.randn(6000, generator=generator)
+    hidden = mixed.clone()
+    hidden[:3000] = -INF
+    tied = (mixed * 2).round()
+    few = torch.full((6000,), -INF)
+    few[5000:5009] = mixed[:9]
+    return {
+        "mixed": mixed,
+        "negative": mixed - 50,
+        "best last": mixed.sort().values,
+        "best first": mixed.sort(descending=True).values,
+        "first part hidden": hidden,
+        "tied": tied,
+        "all equal": torch.full((6000,), -0.0),
+        "few finite": few,
+        "infinite": mixed.masked_fill(mixed > 1, INF),
+    }
+
+
+@pytest.mark.parametrize("name", long_rows())
+def test_long_rows(name: str) -> None:
+    for width in (6000, 5999, 3000):
+        scores = long_rows()[name][None, -width:]
+        assert torch.equal(fast_topk_lowest(scores, 12), by_sorting(scores, 12))
+
+
+@pytest.mark.parametrize("at", [5, 740, 4321, 5999])
+def test_nan_of_a_long_row_is_found_wherever_it_stands(at: int) -> None:
+    scores = torch.randn(1, 6000, generator=torch.Generator().manual_seed(9))
+    scores[0, at] = float("nan")
+    with pytest.raises(FormatError, match=rf"\(0, {at}\) is NaN"):
+        fast_topk_lowest(scores, 12)

@@ -43,7 +43,7 @@ from rorqual.ops.fast.byte_tiles import (
     word_at,
 )
 from rorqual.ops.fast.decode import CODE_BYTES, E8M0
-from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel
+from rorqual.ops.fast.kernel import allocating, inlined, kernel
 from rorqual.ops.fast.score_kernels import HIDDEN, KEYS, SIGNATURE, find, reach, unit_of, units
 from rorqual.ops.fast.tiles import WIDE, weigh, write_lane_sums, zeros
 from rorqual.ops.fast.vectors import LANES
@@ -126,8 +126,8 @@ def _turner(products: Products) -> Any:
     return turn_panel
 
 
-def _block_tile(products: Products, rows: int, wide: int) -> Any:
-    """Part: scores of one row against `rows` keys from `key`, block by block."""
+def _block_scores(products: Products, rows: int, wide: int) -> Any:
+    """Part: scores of one row against the first n keys, block by block."""
 
     def panels_of(vecs: int) -> Any:
         tile_zeros, start, dot = zeros(rows, vecs), start_rows(rows, vecs), dot_bytes(products, rows, vecs)
@@ -156,35 +156,18 @@ def _block_tile(products: Products, rows: int, wide: int) -> Any:
     start_lanes, write = zeros(rows, 1), write_lane_sums(rows)
 
     @inlined
-    def tile(held, key, turned, row, panels, w, blocks, native, found):
-        lanes = start_lanes()
-        p, last = row * panels, (row + 1) * panels
-        while p < last:
-            if p + wide <= last:
-                lanes = several(lanes, held, key, turned, p, w, blocks, native)
-                p += wide
-            else:
-                lanes = one(lanes, held, key, turned, p, w, blocks, native)
-                p += 1
-        write(lanes, found, key, native)
-
-    return tile
-
-
-def _block_scores(products: Products, rows: int, wide: int) -> Any:
-    """Part: scores of one row against the first n keys, block by block. Those that fill no tile go one by one."""
-    tile, single = _block_tile(products, rows, wide), _block_tile(products, 1, wide)
-
-    @inlined
     def scores(held, n, turned, row, panels, w, blocks, native, found):
-        key = 0
-        while key < n:
-            if key + rows <= n:
-                tile(held, key, turned, row, panels, w, blocks, native, found)
-                key += rows
-            else:
-                single(held, key, turned, row, panels, w, blocks, native, found)
-                key += 1
+        for key in range(0, n, rows):
+            lanes = start_lanes()
+            p, last = row * panels, (row + 1) * panels
+            while p < last:
+                if p + wide <= last:
+                    lanes = several(lanes, held, key, turned, p, w, blocks, native)
+                    p += wide
+                else:
+                    lanes = one(lanes, held, key, turned, p, w, blocks, native)
+                    p += 1
+            write(lanes, found, key, native)
 
     return scores
 
@@ -310,26 +293,39 @@ def _task(products: Products, rows_wide: tuple[int, int], levels: bool) -> Any:
     return task
 
 
-def _scorer(name: str, products: Products, rows_wide: tuple[int, int], levels: bool) -> Kernel:
-    """The kernel of one way to sum products; `levels`: whether it may shift values."""
-    turn_panel, task = _turner(products), _task(products, rows_wide, levels)
+def _queries(products: Products, levels: bool) -> Any:
+    """Part: every row's queries as bytes, and which rows are level, if values may be shifted."""
+    turn_panel = _turner(products)
 
-    def scorer(query, keys, region, rows, native, tasks, out):
-        blocks, heads = region[1][CODE_BYTES] // LANES, query[2].size
+    @allocating
+    def queries(query, rows, blocks):
+        heads = query[2].size
         q, shifts = np.empty(heads * blocks * 2 * LANES, np.int8), np.empty(blocks * LANES, np.int32)
         q_scales, corrections = np.empty(heads * blocks, np.float32), np.empty(heads * blocks, np.int32)
         turned = (q, q_scales, corrections, np.empty(heads, np.int32), np.empty(heads, np.float32))
-        level_rows = np.empty(rows, np.bool_)
+        level_rows, panels = np.empty(rows, np.bool_), heads // rows // LANES
         for row in range(rows):
             level_rows[row] = levels and level_row(query, row, heads // rows, blocks)
-            for panel in range(row * heads // rows // LANES, (row + 1) * heads // rows // LANES):
+            for panel in range(row * panels, (row + 1) * panels):
                 turn_panel(query, panel, blocks, level_rows[row], shifts, turned)
-        for part in prange(tasks):
-            task(part, tasks, query, turned, level_rows, keys, region, rows, native, out)
+        return turned, level_rows
 
-    scorer.__name__ = scorer.__qualname__ = name
-    return kernel(SIGNATURE, parallel=True)(scorer)
+    return queries
 
 
-score_vnni = _scorer("score_vnni", VNNI, (BLOCK_ROWS, BLOCK_VECS), True)
-score_pairs = _scorer("score_pairs", PAIRS, (BLOCK_ROWS, BLOCK_VECS), False)
+_vnni_queries, _vnni_task = _queries(VNNI, True), _task(VNNI, (BLOCK_ROWS, BLOCK_VECS), True)
+_pairs_queries, _pairs_task = _queries(PAIRS, False), _task(PAIRS, (BLOCK_ROWS, BLOCK_VECS), False)
+
+
+@kernel(SIGNATURE, parallel=True)
+def score_vnni(query, keys, region, rows, native, tasks, out):
+    turned, level_rows = _vnni_queries(query, rows, region[1][CODE_BYTES] // LANES)
+    for task in prange(tasks):
+        _vnni_task(task, tasks, query, turned, level_rows, keys, region, rows, native, out)
+
+
+@kernel(SIGNATURE, parallel=True)
+def score_pairs(query, keys, region, rows, native, tasks, out):
+    turned, level_rows = _pairs_queries(query, rows, region[1][CODE_BYTES] // LANES)
+    for task in prange(tasks):
+        _pairs_task(task, tasks, query, turned, level_rows, keys, region, rows, native, out)

@@ -2,7 +2,8 @@
 
 A score's bits, turned so that they order as unsigned integers, are looked at in digits of 11, 11 and 10 bits from the
 top: a histogram of a digit tells which value of it the k-th best score has, and the next one looks only at scores that
-agree so far. What remains is the k-th best score itself and how many of its equals are still wanted.
+agree so far. What remains is the k-th best score itself and how many of its equals are still wanted. Of a long row only
+scores that k of its first part reach are looked at in this way.
 
 Of many rows each thread takes whole ones. Fewer rows than threads are cut into parts: the k best of a row are among the
 k best of its parts, and since those stay in index order, ties fall as they do on the whole row.
@@ -17,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import prange, types
 from torch import Tensor
 
 from rorqual.errors import FormatError
 from rorqual.ops.cpu import Path
 from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel, workers
-from rorqual.ops.fast.vectors import I32, const, instruction
+from rorqual.ops.fast.vectors import ARRAY, I32, LANES, VECTOR_F32, broadcast, const, instruction, load_at
 from rorqual.ops.reference.topk import topk_lowest as plain_topk_lowest
 
 # R rows, G scores a row, K chosen
@@ -31,7 +33,13 @@ from rorqual.ops.reference.topk import topk_lowest as plain_topk_lowest
 SCORES_A_TASK = 1 << 14
 """Fewer scores than this are not worth another thread."""
 
+SAMPLE = 8
+"""A long row is chosen from by what its first part, one in so many scores, says: a score that k of them reach. Few of
+the others do, and only those are looked at again."""
+
 _U32 = np.uint32
+_NONE = np.float32(-np.inf)
+_I16 = ir.IntType(16)
 _FIRST, _SECOND = 21, 10
 _HIDDEN_KEY, _BEST_KEY = _U32(0x007FFFFF), _U32(0xFF800000)
 _SIGNATURE = "void(float32[::1], int64, int64, int64, int64[::1], int64[::1])"
@@ -42,6 +50,14 @@ def _key(builder: Any, score: Any) -> Any:
     """Bits that order as the scores do: -inf is 0x007FFFFF, +inf 0xFF800000, NaN outside; -0.0 equals 0.0."""
     bits = builder.bitcast(builder.fadd(score, const(score.type, 0.0)), I32)
     return builder.xor(bits, builder.or_(builder.ashr(bits, const(I32, 31)), const(I32, 0x80000000)))
+
+
+@instruction(types.float32, types.uint32)
+def _score(builder: Any, key: Any) -> Any:
+    """Inverse of `_key`."""
+    negative = builder.xor(builder.ashr(key, const(I32, 31)), const(I32, -1))
+    bits = builder.xor(key, builder.or_(negative, const(I32, 0x80000000)))
+    return builder.bitcast(bits, ir.FloatType())
 
 
 @inlined
@@ -78,9 +94,63 @@ def _count_next(keys, known, known_shift, shift, counts):
             counts[(keys[i] >> shift) & mask] += 1
 
 
+@instruction(types.boolean, ARRAY, types.intp, types.float32)
+def _any_above(builder: Any, row: Any, at: Any, least: Any) -> Any:
+    """Whether one of sixteen scores is at least `least`, or NaN."""
+    scores = load_at(builder, row, at, VECTOR_F32)
+    above = builder.fcmp_unordered(">=", scores, broadcast(builder, least, VECTOR_F32))
+    return builder.icmp_unsigned("!=", builder.bitcast(above, _I16), const(_I16, 0))
+
+
+@inlined
+def _floor(row, k, counts):
+    """A score that at least k of a row reach, found in its first part; -inf where that part does not tell."""
+    part = row[: row.size // SAMPLE]
+    bad = _count_first(part, counts)
+    if bad >= 0 or part.size - counts[_HIDDEN_KEY >> _U32(_FIRST)] < k:
+        return _NONE
+    digit, _ = _edge(counts, k)
+    return _score(_U32(digit) << _U32(_FIRST))
+
+
+@inlined
+def _reaching(row, least, scores, at):
+    """Scores that reach `least`, and NaN, with their places; how many, or -1 where there are more than fit."""
+    n, i = 0, 0
+    while i < row.size:
+        if i + LANES <= row.size and not _any_above(row, i, least):
+            i += LANES
+            continue
+        for j in range(i, min(i + LANES, row.size)):
+            if not row[j] < least:
+                if n == scores.size:
+                    return -1
+                scores[n], at[n] = row[j], j
+                n += 1
+        i += LANES
+    return n
+
+
 @allocating
 def select(row, k, counts, out):
     """Fill out [k] with one row's indices; returns where a NaN stands, or -1."""
+    if row.size >= SAMPLE * SAMPLE * k:
+        least = _floor(row, k, counts)
+        if least > _NONE:
+            scores, at = np.empty(row.size // SAMPLE, np.float32), np.empty(row.size // SAMPLE, np.int64)
+            n = _reaching(row, least, scores, at)
+            if n >= 0:
+                bad = _select_all(scores[:n], k, counts, out)
+                for i in range(k):
+                    if out[i] >= 0:
+                        out[i] = at[out[i]]
+                return at[bad] if bad >= 0 else -1
+    return _select_all(row, k, counts, out)
+
+
+@allocating
+def _select_all(row, k, counts, out):
+    """`_select` by every digit of every score."""
     out[:] = -1
     bad = _count_first(row, counts)
     # Finite scores begin one digit above the hidden ones.
