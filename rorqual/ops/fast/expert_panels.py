@@ -7,7 +7,7 @@ P pairs sorted by expert, J experts, I expert width, D inputs, V panels of sixte
 """
 
 # Kernels are typed by their Numba signatures.
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
 

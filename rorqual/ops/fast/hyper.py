@@ -170,9 +170,7 @@ def _collapse(streams: Any, pre: Any, tokens: Any, width: Any, out: Any, parts: 
 @kernel(
     "void(float32[::1], float32[::1], float32[::1], float32[::1], int64, int64, float32[::1], int64)", parallel=True
 )
-def _expand(
-    out: Any, streams: Any, post: Any, comb: Any, tokens: Any, width: Any, result: Any, parts: Any
-) -> None:
+def _expand(out: Any, streams: Any, post: Any, comb: Any, tokens: Any, width: Any, result: Any, parts: Any) -> None:
     for share in prange(parts):
         for t in range(tokens * share // parts, tokens * (share + 1) // parts):
             for k in range(post.size // tokens):

@@ -12,8 +12,6 @@ T rows, n copies of the residual, D hidden, C = n D, M = (2 + n) n mixes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import prange
@@ -29,7 +27,19 @@ from rorqual.ops.fast.panels import SPARE, decode_rows, turn_plain
 from rorqual.ops.fast.row_kernels import address
 from rorqual.ops.fast.row_vectors import FP32, Array
 from rorqual.ops.fast.tiles import product
-from rorqual.ops.fast.vectors import LANES, add, divide, exp, load, maximum, multiply, round_bf16, splat, store, subtract
+from rorqual.ops.fast.vectors import (
+    LANES,
+    add,
+    divide,
+    exp,
+    load,
+    maximum,
+    multiply,
+    round_bf16,
+    splat,
+    store,
+    subtract,
+)
 
 _F32 = np.float32
 BLOCK_ROWS = 2 * LANES
@@ -126,7 +136,9 @@ def _enter(x, out, written, pre, mix, settings, form, sizes, native, y, mixed, i
         index = np.empty(BLOCK_ROWS, np.int64)
         decode_rows(form, fn, fn, k, 0, mixes, address(room) + 4 * at)
         blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-        for first in range(blocks * share // parts * BLOCK_ROWS, blocks * (share + 1) // parts * BLOCK_ROWS, BLOCK_ROWS):
+        for first in range(
+            blocks * share // parts * BLOCK_ROWS, blocks * (share + 1) // parts * BLOCK_ROWS, BLOCK_ROWS
+        ):
             last = min(rows, first + BLOCK_ROWS)
             for t in range(first, last):
                 _streams(out, x, written[0], written[1], t, n, width, native, y)
@@ -136,9 +148,7 @@ def _enter(x, out, written, pre, mix, settings, form, sizes, native, y, mixed, i
             for v in range(2):
                 for c in range(0, k, LANES):
                     turn_plain(y, index, v * LANES, k, c, room, panels + (v * k + c) * LANES)
-            product(
-                room, at, step, 1, mixes, room, panels, LANES, k * LANES, 2, k, room, tile, 2 * LANES, False
-            )
+            product(room, at, step, 1, mixes, room, panels, LANES, k * LANES, 2, k, room, tile, 2 * LANES, False)
             for v in range(2):
                 factor = load(room, factors + v * LANES)
                 _split(room, tile + v * LANES, factor, n, scale_3, base_M, hc_eps, iters)
@@ -165,7 +175,12 @@ def enter(
     rows, n, width = x_TnD.shape
     x, mixes = _flat(x_TnD), layer.mix[2].size
     streams = torch.empty(x_TnD.shape) if written else torch.from_numpy(x).view(x_TnD.shape)
-    inner, pre, post, comb = torch.empty(rows, width), torch.empty(rows, n), torch.empty(rows, n), torch.empty(rows, n, n)
+    inner, pre, post, comb = (
+        torch.empty(rows, width),
+        torch.empty(rows, n),
+        torch.empty(rows, n),
+        torch.empty(rows, n, n),
+    )
     out, *rest = (_flat(tensor) for tensor in written) if written else (_NONE, _NONE, _NONE)
     parts = parts_of(x.size * n)
     # The mix, two panels, their products, and a factor a row.

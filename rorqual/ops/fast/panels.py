@@ -11,7 +11,7 @@ T rows of x, N outputs, K inputs (a multiple of 32), J weights, P products sorte
 """
 
 # Kernels are typed by their Numba signatures.
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ def _multiply(form, w_J, s_J, n, k, first_J, last_J, panel_J, panels, y, room, c
             for p in range(start, end, 2 * LANES):
                 have = min(2 * LANES, end - p)
                 vecs, b_at = (have + LANES - 1) // LANES, (panel_J[j] + (p - first_J[j]) // LANES) * k * LANES
-                product(
-                    room, at, step, 1, rows, panels, b_at, LANES, k * LANES, vecs, k, room, tile, 2 * LANES, False
-                )
+                product(room, at, step, 1, rows, panels, b_at, LANES, k * LANES, vecs, k, room, tile, 2 * LANES, False)
                 _turn_back(room, tile, tile + _TILE_FLOATS, rows, vecs, y, p * n + row0, n, have)
 
 
