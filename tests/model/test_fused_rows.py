@@ -108,6 +108,37 @@ def test_entering_a_sublayer_gives_the_bits_of_the_ops(models: dict[str, Transfo
 
 
 @NUMERICS
+def test_entering_a_sublayer_with_many_rows(models: dict[str, Transformer], numerics: str) -> None:
+    """Streams have the bits of the ops, and inputs with them; coefficients differ in last bits."""
+    model = models[numerics]
+    copies, hidden = model.config.hc_mult, model.config.hidden_size
+    for count, short in ((33, 0), (64, 0), (75, 0), (60, 7)):
+        rows, run = rows_of(model, count, short), run_of(model)
+        x, out = some(model, count, copies, hidden), some(model, count, hidden, seed=1)
+        pre, post, comb = torch.rand(count, copies), torch.rand(count, copies), torch.rand(count, copies, copies)
+        for written in (None, (out, post, comb)):
+            for kind in ("attn", "ffn"):
+                layer = layers(model)[1]
+                fused = layer.enter_sublayer(kind, x, pre, written, rows, run)
+                plain = layer._enter_by_op(kind, x, pre, written, rows, run)
+                for ours, theirs in zip(fused[:2], plain[:2], strict=True):
+                    assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+                for ours, theirs in zip(fused[2:], plain[2:], strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@NUMERICS
+def test_the_shared_expert_of_many_rows(models: dict[str, Transformer], numerics: str) -> None:
+    model, count = models[numerics], 80
+    rows, run = rows_of(model, count, 0), run_of(model)
+    x, layer = some(model, count, model.config.hidden_size), layers(model)[1].ffn
+    watched = replace(run, ops=replace(run.ops, regions=None))
+    found, expected = layer._shared(x, rows, run).float(), layer._shared(x, rows, watched).float()
+    tolerance = 1e-5 if numerics == "fp32" else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@NUMERICS
 @pytest.mark.parametrize("image", [False, True])
 def test_experts_agree_with_the_ops(models: dict[str, Transformer], numerics: str, image: bool) -> None:
     """To the last bits of exp and log1p, in which the two differ."""
