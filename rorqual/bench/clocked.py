@@ -8,10 +8,17 @@ from functools import wraps
 from time import perf_counter
 from typing import Any
 
-from rorqual.ops.dispatch import Backend, Ops
+from rorqual.ops.dispatch import Backend, Ops, Regions
 
-READERS = ("index_scores", "index_scores_at", "topk_lowest", "sparse_attention")
-"""The ops whose cost may grow with the context."""
+READERS = (
+    "index_scores",
+    "index_scores_at",
+    "topk_lowest",
+    "sparse_attention",
+    "region.index_choose",
+    "region.finish",
+)
+"""What may cost more with more context; of the regions, `finish` holds attention and all that comes after it."""
 
 
 class Given(Backend):
@@ -30,23 +37,24 @@ class Clock:
 
     Args:
         ops: whose calls are timed.
-        names: of its ops; None for all of them and for every fused region, named `region.NAME`.
+        names: of its ops, and of its fused regions as `region.NAME`; None for all. Without regions none is counted.
     """
 
     def __init__(self, ops: Ops, names: tuple[str, ...] | None = READERS) -> None:
         self.seconds: dict[str, float] = {}
         self.calls: dict[str, int] = {}
         self._inside = False
-        wanted = [f.name for f in fields(ops) if f.name not in ("name", "regions")] if names is None else names
-        timed: dict[str, Any] = {name: self._timed(name, getattr(ops, name)) for name in wanted}
-        if names is None and ops.regions is not None:
-            parts = {field.name: getattr(ops.regions, field.name) for field in fields(ops.regions)}
-            clocked: dict[str, Any] = {name: self._timed(f"region.{name}", part) for name, part in parts.items()}
-            timed["regions"] = replace(ops.regions, **clocked)
-        self.ops = replace(ops, **timed)
+        self.ops = replace(ops, **self._all_timed(ops, "", names))
+        if ops.regions is not None:
+            self.ops = replace(self.ops, regions=replace(ops.regions, **self._all_timed(ops.regions, "region.", names)))
 
     def reset(self) -> None:
         self.seconds, self.calls = dict.fromkeys(self.seconds, 0.0), dict.fromkeys(self.calls, 0)
+
+    def _all_timed(self, of: Ops | Regions, prefix: str, names: tuple[str, ...] | None) -> dict[str, Any]:
+        functions = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in ("name", "regions")}
+        wanted = {name: f for name, f in functions.items() if names is None or f"{prefix}{name}" in names}
+        return {name: self._timed(f"{prefix}{name}", function) for name, function in wanted.items()}
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.seconds[name], self.calls[name] = 0.0, 0

@@ -101,7 +101,8 @@ def test_decode_has_a_row_an_index_path(tmp_path: Path, capsys: Capture) -> None
         assert row["ratio_of"] == "long_s / short_s" and math.isfinite(row["ratio"]) and row["ratio"] > 0
         assert row["roofline"]["share"] > 0 and "index keys" in row["roofline"]["formula"]
         for parts in row["ops"].values():
-            assert 0 < parts["index_scores"] < parts["step"] and parts["sparse_attention"] > 0
+            scores = parts["index_scores"] + parts.get("region.index_choose", 0)
+            assert 0 < scores < parts["step"] and parts["sparse_attention"] + parts.get("region.finish", 0) > 0
     assert "each read 20 x" in capsys.readouterr().out
 
 

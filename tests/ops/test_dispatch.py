@@ -194,8 +194,8 @@ def test_threads_take_turns_and_share_work_without_a_trace_in_the_bits() -> None
 
 
 # The twins' tests on a CPU without AVX512, and on one without any vectors: Numba compiles as if it were that CPU. Two
-# golden folders on the former: without fused multiply-add the norm's last bits are others, and cache entries near a
-# rounding boundary land on its other side. `test_goldens` has the plain path on this CPU.
+# golden folders on the former alone: on the latter they fail, by the norm's last bits as far as is known (LOG.md).
+# `test_goldens` has the plain path on this CPU.
 OTHER_CPUS = {
     "avx2": ("haswell", "sse2,sse3,ssse3,sse4.1,sse4.2,avx,avx2,fma,f16c,bmi,bmi2,popcnt,lzcnt", "avx512vnni"),
     "plain": ("generic", "sse2", "('avx2', 'fma')"),

@@ -46,7 +46,7 @@ from rorqual.ops.fast.vectors import LANES
 PASS_BYTES = 256 << 20
 """Outputs of pairs held at once, before their sum."""
 BATCH_BYTES = 64 << 20
-"""Gates, ups and hidden values held at once, unless one expert alone needs more."""
+"""What pairs hold at once besides their outputs, unless one expert alone needs more."""
 
 PANEL_ROWS = 12
 """From this many rows of an expert on, panels beat the row kernel."""
@@ -198,7 +198,8 @@ class _Layer:
         return whole and in_panels([*self.w1, *self.w2, *self.w3], self.path)
 
     def _batches(self, pairs: _Sorted, row_P: Array, weight_P: Array, y_PD: Array) -> Iterator[_Batch]:
-        floats = 3 * self.w1[0].shape[0]
+        inner, width = self.w1[0].shape
+        floats = 3 * inner + width  # a pair's gate, up and hidden; its row of x, where panels hold a copy
         for batch in pairs.batches(max(1, BATCH_BYTES // (4 * floats))):
             p0, p1 = batch.first[0], batch.last[-1]
             batch = batch._replace(first=batch.first - p0, last=batch.last - p0)
