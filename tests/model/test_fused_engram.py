@@ -30,16 +30,8 @@ NUMERICS = pytest.mark.parametrize("numerics", ["fp32", "native"])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models") / "tiny"
-    config = presets.load("tiny")
-    write_random(config, made, 3, compressed_size=lambda path: distinct_keys(path, config.vocab_size))
-    return made
-
-
-@pytest.fixture(scope="module")
-def models(folder: Path) -> dict[str, Transformer]:
-    return {n: load(folder, page_tokens=16, kernels="fast", numerics=n) for n in ("fp32", "native")}
+def models(tiny_folder: Path) -> dict[str, Transformer]:
+    return {n: load(tiny_folder, page_tokens=16, kernels="fast", numerics=n) for n in ("fp32", "native")}
 
 
 def engrams(model: Transformer) -> list[Engram]:

@@ -44,7 +44,7 @@ from rorqual.ops.fast.byte_tiles import (
 )
 from rorqual.ops.fast.decode import CODE_BYTES, E8M0
 from rorqual.ops.fast.kernel import allocating, inlined, kernel
-from rorqual.ops.fast.score_kernels import HIDDEN, KEYS, SIGNATURE, find, reach, unit_of, units
+from rorqual.ops.fast.score_kernels import HIDDEN, KEYS, SIGNATURE, find, reach, row_scores, unit_of, units
 from rorqual.ops.fast.tiles import WIDE, weigh, write_lane_sums, zeros
 from rorqual.ops.fast.vectors import LANES
 
@@ -152,24 +152,7 @@ def _block_scores(products: Products, rows: int, wide: int) -> Any:
 
         return panels
 
-    several, one = panels_of(wide), panels_of(1)
-    start_lanes, write = zeros(rows, 1), write_lane_sums(rows)
-
-    @inlined
-    def scores(held, n, turned, row, panels, w, blocks, native, found):
-        for key in range(0, n, rows):
-            lanes = start_lanes()
-            p, last = row * panels, (row + 1) * panels
-            while p < last:
-                if p + wide <= last:
-                    lanes = several(lanes, held, key, turned, p, w, blocks, native)
-                    p += wide
-                else:
-                    lanes = one(lanes, held, key, turned, p, w, blocks, native)
-                    p += 1
-            write(lanes, found, key, native)
-
-    return scores
+    return row_scores(panels_of(wide), panels_of(1), rows, wide)
 
 
 def _level_panels(vecs: int) -> Any:

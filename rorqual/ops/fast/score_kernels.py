@@ -154,24 +154,32 @@ def _vector_panels(vecs: int) -> Any:
     return panels
 
 
-_vector_wide, _vector_narrow = _vector_panels(TILE_VECS), _vector_panels(1)
-_vector_lanes, _vector_write = zeros(TILE_ROWS, 1), write_lane_sums(TILE_ROWS)
+def row_scores(several: Any, one: Any, rows: int, vecs: int) -> Any:
+    """Part: scores of one row against the first n keys, `rows` of them at a time.
+
+    Args:
+        several, one: parts that add the weighted dots of `vecs` panels, or of one, with a tile of keys to its lanes.
+    """
+    start_lanes, write = zeros(rows, 1), write_lane_sums(rows)
+
+    @inlined
+    def scores(keys, n, q, row, panels, w, width, native, found):
+        for key in range(0, n, rows):
+            lanes = start_lanes()
+            p, last = row * panels, (row + 1) * panels
+            while p < last:
+                if p + vecs <= last:
+                    lanes = several(lanes, keys, key, q, p, w, width, native)
+                    p += vecs
+                else:
+                    lanes = one(lanes, keys, key, q, p, w, width, native)
+                    p += 1
+            write(lanes, found, key, native)
+
+    return scores
 
 
-@inlined
-def _vector_row(block, n, q, row, panels, w, width, native, found):
-    """Scores of one row against the first n keys of a block."""
-    for key in range(0, n, TILE_ROWS):
-        lanes = _vector_lanes()
-        p, last = row * panels, (row + 1) * panels
-        while p < last:
-            if p + TILE_VECS <= last:
-                lanes = _vector_wide(lanes, block, key, q, p, w, width, native)
-                p += TILE_VECS
-            else:
-                lanes = _vector_narrow(lanes, block, key, q, p, w, width, native)
-                p += 1
-        _vector_write(lanes, found, key, native)
+_vector_row = row_scores(_vector_panels(TILE_VECS), _vector_panels(1), TILE_ROWS, TILE_VECS)
 
 
 @inlined
