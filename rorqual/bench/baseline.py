@@ -1,9 +1,10 @@
 """The baseline of `bench model` and `bench kernels`: plain torch at what it does well.
 
-It differs from the plain twins of the ops in two things that would make it slow for reasons of ours:
+It differs from the plain twins of the ops in what would make it slow for reasons of ours:
 
     weights     expanded to fp32 once, at load, where the twins expand them tile by tile at every call
-    attention   rows share batched products, where the twins go row by row so that a row's bits are its own
+    attention   rows share batched products, where the twins go row by row so that a row's bits are its own;
+    candidates  so do the scores of a candidate pool
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from rorqual.bench.batched import batched_attention, batched_scores_at
 from rorqual.bench.clocked import Given
 from rorqual.formats.weights import DenseWeight, Fp4Weight, Fp8Weight, Weight
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Ops, reference_ops
-from rorqual.ops.reference.attention import batched_attention
 
 WEIGHTS = (DenseWeight, Fp8Weight, Fp4Weight)
 _ALL_ROWS = slice(None)
@@ -59,8 +60,8 @@ def expanded(weight: Weight) -> Weight:
 
 
 def baseline_ops() -> Ops:
-    """The plain ops, attention in batched products."""
-    return replace(reference_ops(), sparse_attention=batched_attention)
+    """The plain ops, attention and the scores of candidates in batched products."""
+    return replace(reference_ops(), sparse_attention=batched_attention, index_scores_at=batched_scores_at)
 
 
 def load_baseline(folder: Path, numerics: str) -> Transformer:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rorqual.bench.baseline import ExpandedWeight, baseline_ops, expand_model, expanded, load_baseline
-from rorqual.bench.cases import AttentionSize, attention_case
-from rorqual.bench.inputs import random_weight
+from rorqual.bench.inputs import random_region, random_weight
 from rorqual.bench.model import BARS, judged
 from rorqual.bench.report import Bar, TimeRow
 from rorqual.bench.roofline import Roofline, Work
@@ -20,11 +19,14 @@ from rorqual.checkpoint.random import write_random
 from rorqual.cli.bench import show
 from rorqual.config import presets
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
+from rorqual.formats.codec import quantize
+from rorqual.formats.spec import E2M1_E4M3_16, E2M1_E8M0_32
 from rorqual.formats.weights import DenseWeight, Fp4Weight, Fp8Weight, Weight
 from rorqual.model.load import load
 from rorqual.model.numerics import MODES
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import reference_ops
+from rorqual.ops.paged import PagedRegion
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +69,53 @@ def test_a_model_with_expanded_weights_gives_the_same_bits(folder: Path, numeric
     assert torch.equal(logits(expand_model(load(folder, numerics=numerics, kernels="plain"))), logits(plain))
 
 
+Call = tuple[Tensor, Tensor, Tensor, int, int, int, PagedRegion, Tensor, Tensor, Tensor, float, bool]
+
+
+def attention_call(rows: int, entries: int, chosen: int, native: bool, held: int) -> Call:
+    """4 heads x 32, a window of 16 whose floor cuts into it; a third of the groups absent, row 0 without any."""
+    generator = torch.Generator().manual_seed(rows + chosen)
+    region, table = random_region(E2M1_E4M3_16, 32, entries, generator)
+    positions = torch.arange(40, 40 + rows)
+    topk = torch.randint(0, entries, (rows, chosen), generator=generator)
+    topk[torch.rand(rows, chosen, generator=generator) < 0.3] = -1
+    topk[0] = -1
+    q, near = torch.randn(rows, 4, 32, generator=generator), torch.randn(held, 32, generator=generator)
+    sink, base = torch.randn(4, generator=generator), 40 + rows - held
+    return q, positions, near, base, max(base, 30), 16, region, table, topk, sink, 0.2, native
+
+
 @pytest.mark.parametrize("native", [False, True])
-def test_batched_attention_is_attention(native: bool) -> None:
-    case = attention_case(AttentionSize(9, 4, 32, 8, 16), 512, torch.Generator().manual_seed(2), None)
-    found, wanted = case.run(baseline_ops(), 0), case.run(reference_ops(), 0)
-    assert isinstance(found, Tensor) and isinstance(wanted, Tensor)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("held", [0, 3, 20])
+@pytest.mark.parametrize(("rows", "entries", "chosen"), [(1, 512, 8), (5, 64, 16), (300, 64, 16), (4, 16, 0)])
+def test_batched_attention_is_attention(rows: int, entries: int, chosen: int, held: int, native: bool) -> None:
+    call = attention_call(rows, entries, chosen, native, held)
+    found, wanted = baseline_ops().sparse_attention(*call), reference_ops().sparse_attention(*call)
+    bound = (2**-8 if native else 2e-6) * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=bound)
+    assert held < 20 or float(wanted.abs().max()) > 0.1
+    assert held > 0 or not found[0].any()
+
+
+def test_batched_attention_without_groups_is_attention() -> None:
+    q, positions, near, base, floor, window, _, _, _, *rest = attention_call(9, 16, 0, False, 24)
+    call = (q, positions, near, base, floor, window, None, None, None, *rest)
+    found, wanted = baseline_ops().sparse_attention(*call), reference_ops().sparse_attention(*call)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("rows", "entries", "asked"), [(1, 512, 40), (70, 64, 40), (2, 64, 0)])
+def test_batched_scores_are_the_scores(rows: int, entries: int, asked: int, native: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    region, table = random_region(E2M1_E8M0_32, 64, entries, generator)
+    query = quantize(torch.randn(rows, 8, 64, generator=generator), E2M1_E8M0_32)
+    index = torch.randint(0, entries, (rows, asked), generator=generator)
+    index[torch.rand(rows, asked, generator=generator) < 0.3] = -1
+    call = *query, torch.randn(rows, 8, generator=generator), region, table, index, native
+    found, wanted = baseline_ops().index_scores_at(*call), reference_ops().index_scores_at(*call)
+    assert torch.equal(found == -torch.inf, index == -1)
+    torch.testing.assert_close(found, wanted, rtol=2**-6 if native else 1e-5, atol=0.5 if native else 1e-4)
 
 
 def test_the_baseline_is_the_model(folder: Path) -> None:

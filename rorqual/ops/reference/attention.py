@@ -10,10 +10,6 @@ is what makes its bits its own (DESIGN 12). The fast twin is `rorqual.ops.fast.a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,33 +50,6 @@ def sparse_attention(
         scale: head_dim ** -0.5.
         native: round as SPEC 3; the caller rounds the result.
     """
-    return _tile_by_tile(
-        attention_over,
-        *(q_THC, positions_T, window_LC, base, floor, window, region, block_table, topk_TK, sink_H, scale, native),
-    )
-
-
-def batched_attention(*call: Any) -> Tensor:
-    """`sparse_attention` (its arguments, in order) whose rows share batched products: faster, but a row's bits depend
-    on the other rows of the call. A baseline to measure against; no model is served by it."""
-    return _tile_by_tile(partial(attention_over, by_row=False), *call)
-
-
-def _tile_by_tile(
-    attend: Callable[..., Tensor],
-    q_THC: Tensor,
-    positions_T: Tensor,
-    window_LC: Tensor,
-    base: int,
-    floor: int,
-    window: int,
-    region: PagedRegion | None,
-    block_table: Tensor | None,
-    topk_TK: Tensor | None,
-    sink_H: Tensor,
-    scale: float,
-    native: bool,
-) -> Tensor:
     rows, _, channels = q_THC.shape
     out = torch.empty_like(q_THC)
     slots = window + (topk_TK.shape[1] if topk_TK is not None else 0)
@@ -92,7 +61,7 @@ def _tile_by_tile(
             assert region is not None and block_table is not None
             keys = torch.cat((keys, gather_rows(region, block_table, topk_TK[part])), 1)
             valid = torch.cat((valid, topk_TK[part] != -1), 1)
-        out[part] = attend(q_THC[part], keys, valid, sink_H, scale, native)
+        out[part] = attention_over(q_THC[part], keys, valid, sink_H, scale, native)
     return out
 
 
@@ -114,8 +83,6 @@ def attention_over(
     sink_H: Tensor,
     scale: float,
     native: bool,
-    *,
-    by_row: bool = True,
 ) -> Tensor:
     """Attention of each row over its own gathered keys: fp32 [T, H, C]; differentiable.
 
@@ -129,13 +96,12 @@ def attention_over(
         sink_H: fp32 logits.
         scale: multiplies q . k, not the sink.
         native: the numerator takes bf16(p), the denominator the fp32 p (SPEC 3).
-        by_row: False for the batched product without a gradient too: faster, and a row's bits depend on T.
     """
     rows = q_THC.shape[0]
     if k_TSC.shape[1] == 0 or rows == 0:
         return q_THC * 0.0
     wants_grad = torch.is_grad_enabled() and (q_THC.requires_grad or k_TSC.requires_grad or sink_H.requires_grad)
-    if wants_grad or not by_row:
+    if wants_grad:
         return _attend(q_THC, k_TSC, valid_TS, sink_H, scale, native)
     return torch.stack(
         [_attend(_own(q_THC[t]), _own(k_TSC[t]), valid_TS[t], sink_H, scale, native) for t in range(rows)]
