@@ -193,9 +193,8 @@ def test_threads_take_turns_and_share_work_without_a_trace_in_the_bits() -> None
     assert done.stdout.split() == ["workqueue", "2", "0", "True"]
 
 
-# The twins' tests on a CPU without AVX512, and on one without any vectors: Numba compiles as if it were that CPU. Two
-# golden folders on the former alone: on the latter they fail, by the norm's last bits as far as is known (LOG.md).
-# `test_goldens` has the plain path on this CPU.
+# The twins' tests and two golden folders on a CPU without AVX512, and on one without any vectors: Numba compiles as if
+# it were that CPU.
 OTHER_CPUS = {
     "avx2": ("haswell", "sse2,sse3,ssse3,sse4.1,sse4.2,avx,avx2,fma,f16c,bmi,bmi2,popcnt,lzcnt", "avx512vnni"),
     "plain": ("generic", "sse2", "('avx2', 'fma')"),
@@ -214,8 +213,7 @@ def test_twins_on_another_cpu(other: str) -> None:
     wanted = ",".join(f"+{feature}" for feature in features.split(","))
     env = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": wanted}
     tests = [Path(__file__).with_name(f"test_{family}.py") for family in FAMILIES]
-    if other == "avx2":
-        tests.append(Path(__file__).parents[1] / "analysis" / "test_goldens.py")
+    tests.append(Path(__file__).parents[1] / "analysis" / "test_goldens.py")
     chosen = "not test_goldens or (fast and (fp32-text or native-dspark))"
     command = [sys.executable, "-m", "pytest", "-rs", "-k", chosen, *map(str, tests)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
