@@ -8,6 +8,7 @@ The public names load on first use, so `import rorqual` costs a blink and no tor
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from rorqual.training.run import train
 
 __version__ = "0.1.0"
+
+# torch and Numba share GNU OpenMP's threads. One that waits for the next region spins, by default for some 15 ms, and
+# on a busy machine holds the core that another needs: a token of the preset `mid` took 95 times as long beside one
+# program that kept a core busy. Half a millisecond spans the gaps between a token's regions. Read as torch loads.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 _EXPORTS = {
     "KVLayout": "rorqual.layout",

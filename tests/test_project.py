@@ -54,6 +54,18 @@ def test_import_is_light() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "10000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"), ({"OMP_WAIT_POLICY": "active"}, "None active")],
+)
+def test_threads_wait_briefly_unless_the_environment_says_how(given: dict[str, str], found: str) -> None:
+    names = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+    script = f"import os, rorqual; print(*(os.environ.get(name) for name in {names}))"
+    env = {name: value for name, value in os.environ.items() if name not in names} | given
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == found + "\n", done.stderr
+
+
 @pytest.mark.parametrize("name", rorqual.__all__)
 def test_public_names_load(name: str) -> None:
     assert getattr(rorqual, name) is not None
