@@ -1,0 +1,212 @@
+"""What a scheduler asks of pages, slots and the prefix index. Requests are known by id alone.
+
+A request holds one slot and the pages of its positions, leading ones shared with whoever has the same prefix. What it
+may count on is reserved at once or not at all; what it gives back stays in the index while there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from rorqual.errors import CapacityError
+from rorqual.pool.pages import PagePool
+from rorqual.pool.slots import SlotPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """slot: for the private state, to be reset. hit: tokens whose global KV is there already, whole pages or 0."""
+
+    slot: int
+    hit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """What to copy for a fork: (from, to) of the private state, and of a last page that is not full."""
+
+    slot: tuple[int, int]
+    page: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class _Held:
+    slot: int
+    pages: list[int]
+    published: int
+    """Leading pages that are immutable: found in the index, or published and maybe shared since."""
+    private: set[int] = field(default_factory=set)
+    """Of these, pages whose key another page has."""
+
+
+class KVManager:
+    """Pages, slots and the prefix index of one cache.
+
+    Args:
+        pages: how many the cache has.
+        slots: how many sequences it has private state for.
+        page_tokens: tokens of a page.
+        window: W. A hit of W tokens or fewer is not adopted: a replay would compute all of it again.
+        freed_page: as `freed` of `PagePool`.
+        freed_slot: as `freed` of `SlotPool`.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        slots: int,
+        page_tokens: int,
+        window: int,
+        freed_page: Callable[[int], None] | None = None,
+        freed_slot: Callable[[int], None] | None = None,
+    ) -> None:
+        self.page_tokens, self.window = page_tokens, window
+        self.pages = PagePool(pages, freed_page)
+        self.slots = SlotPool(slots, freed_slot)
+        self._held: dict[Hashable, _Held] = {}
+
+    def __contains__(self, request: Hashable) -> bool:
+        return request in self._held
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether so many tokens fit at all, were the cache empty."""
+        return self.pages_of(tokens) <= self.pages.pages
+
+    def block_table(self, request: Hashable) -> list[int]:
+        """Page ids, by position // page_tokens."""
+        return list(self._held[request].pages)
+
+    def slot(self, request: Hashable) -> int:
+        return self._held[request].slot
+
+    def hit(self, keys: Sequence[bytes], length: int) -> int:
+        """Tokens of a prompt of `length` tokens that an admission would adopt now; keys: of its full pages.
+
+        >>> manager = KVManager(pages=4, slots=1, page_tokens=128, window=128)
+        >>> manager.hit([b"unknown"], 200)
+        0
+        """
+        return self._adopted(keys, length) * self.page_tokens
+
+    def admits(self, keys: Sequence[bytes], length: int, tokens: int) -> bool:
+        """Whether `admit` would succeed."""
+        return self.slots.free > 0 and self._missing(keys, length, tokens) <= 0
+
+    def admit(self, request: Hashable, keys: Sequence[bytes], length: int, tokens: int) -> Admission:
+        """A slot, and pages for positions [0, tokens): adopted ones first, new ones for the rest; all or nothing.
+
+        Args:
+            request: an id that holds nothing.
+            keys: of the prompt's full pages.
+            length: tokens of the prompt.
+            tokens: to reserve for now; what a hit covers is there anyway.
+
+        Raises:
+            CapacityError: no slot, or too few pages.
+        """
+        assert request not in self._held, f"{request!r} holds a slot already"
+        if not self.slots.free:
+            raise CapacityError(f"all {self.slots.slots} slots are taken")
+        missing = self._missing(keys, length, tokens)
+        if missing > 0:
+            raise CapacityError(f"{missing} pages too few for {tokens} tokens; the cache has {self.pages.pages}")
+        adopted = self.pages.match(keys)[: self._adopted(keys, length)]
+        # Before anything is allocated, so that they are not evicted for it.
+        self.pages.share(adopted)
+        fresh = self.pages.allocate(max(0, self.pages_of(tokens) - len(adopted)))
+        self._held[request] = _Held(self.slots.allocate(), adopted + fresh, len(adopted))
+        return Admission(slot=self._held[request].slot, hit=len(adopted) * self.page_tokens)
+
+    def extend(self, request: Hashable, tokens: int) -> bool:
+        """Pages for positions [0, tokens); False, and nothing taken, where there are too few."""
+        held = self._held[request]
+        count = self.pages_of(tokens) - len(held.pages)
+        if count > self.pages.available:
+            return False
+        held.pages += self.pages.allocate(max(0, count))
+        return True
+
+    def publish(self, request: Hashable, keys: Sequence[bytes]) -> None:
+        """Put full pages into the index. keys: of all full pages whose tokens are all accepted and stand in the cache.
+
+        Raises nothing for a key that another page has: this one stays the request's own.
+        """
+        held = self._held[request]
+        assert len(keys) <= len(held.pages), f"{len(keys)} keys for {len(held.pages)} pages"
+        for page, key in zip(held.pages[held.published : len(keys)], keys[held.published :], strict=False):
+            if not self.pages.publish(page, key):
+                held.private.add(page)
+        held.published = max(held.published, len(keys))
+
+    def rewind(self, request: Hashable, position: int) -> int:
+        """Make positions >= `position` writable again; from where the request's global KV has to be written anew.
+
+        A published page may be somebody else's by now, so the request lets go of the one that the position lies in,
+        and of those behind. What is not published yet is simply rewritten.
+        """
+        held = self._held[request]
+        if position >= held.published * self.page_tokens:
+            return position
+        keep = position // self.page_tokens
+        self.pages.release(held.pages[keep:])
+        held.private.difference_update(held.pages[keep:])
+        del held.pages[keep:]
+        held.published = keep
+        return keep * self.page_tokens
+
+    def fork(self, request: Hashable, child: Hashable, length: int) -> Fork:
+        """A second owner of positions [0, length): full pages are shared, a last one that is not full is to be copied.
+
+        Raises:
+            CapacityError: no slot, or no page for the copy; nothing is taken.
+        """
+        assert child not in self._held, f"{child!r} holds a slot already"
+        held, full = self._held[request], length // self.page_tokens
+        partial = length % self.page_tokens != 0
+        assert full <= held.published and self.pages_of(length) <= len(held.pages), "publish full pages before a fork"
+        if not self.slots.free:
+            raise CapacityError(f"all {self.slots.slots} slots are taken")
+        if partial > self.pages.available:
+            raise CapacityError("no page is available for the last tokens of a fork")
+        shared = held.pages[:full]
+        self.pages.share(shared)
+        own = self.pages.allocate(int(partial))
+        made = _Held(self.slots.allocate(), shared + own, full, held.private & set(shared))
+        self._held[child] = made
+        return Fork(slot=(held.slot, made.slot), page=(held.pages[full], own[0]) if partial else None)
+
+    def release(self, request: Hashable) -> None:
+        """Give back the slot and every page."""
+        held = self._held.pop(request)
+        self.slots.release(held.slot)
+        self.pages.release(held.pages)
+
+    def check_integrity(self) -> None:
+        """Of both pools; and every reference is some request's."""
+        self.pages.check_integrity()
+        self.slots.check_integrity()
+        counts = [0] * self.pages.pages
+        for held in self._held.values():
+            assert len(set(held.pages)) == len(held.pages) and held.published <= len(held.pages)
+            for at, page in enumerate(held.pages):
+                counts[page] += 1
+                assert at >= held.published or (self.pages.key(page) is None) == (page in held.private)
+                assert at < held.published or (self.pages.key(page) is None and self.pages.references(page) == 1)
+        assert counts == [self.pages.references(page) for page in range(self.pages.pages)]
+        assert len({held.slot for held in self._held.values()}) == len(self._held)
+
+    def _adopted(self, keys: Sequence[bytes], length: int) -> int:
+        found = len(self.pages.match(keys[: length // self.page_tokens]))
+        return found if found * self.page_tokens > self.window else 0
+
+    def _missing(self, keys: Sequence[bytes], length: int, tokens: int) -> int:
+        """Pages that an admission lacks; 0 or less where it has enough."""
+        adopted = self.pages.match(keys)[: self._adopted(keys, length)]
+        cached = sum(self.pages.references(page) == 0 for page in adopted)
+        return max(0, self.pages_of(tokens) - len(adopted)) - (self.pages.available - cached)
