@@ -1,0 +1,56 @@
+"""What a scheduler hands to a runner: integers that say which rows of which request are computed in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePlan:
+    """Rows [start, end) of one request, as `model.step.SequenceStep` takes them.
+
+    reset: the slot is somebody else's yet: it is to stand at `start`, with nothing below, before the step.
+    drafts: the last so many rows are proposals to verify.
+    new_pages: of `pages`, those that this step was given.
+    logits_from: first row whose logits are wanted; `end` where none are.
+    write_floor, window_floor, decoder_floor, run_decoder: see `SequenceStep`.
+    """
+
+    request: str
+    start: int
+    end: int
+    slot: int
+    pages: tuple[int, ...]
+    new_pages: tuple[int, ...] = ()
+    reset: bool = False
+    drafts: int = 0
+    write_floor: int = 0
+    window_floor: int = 0
+    decoder_floor: int = 0
+    run_decoder: bool = True
+    logits_from: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+    @property
+    def logits(self) -> int:
+        """Rows whose logits are wanted, at the end."""
+        return self.end - self.logits_from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. number: counts from 0. preempted: requests that lost slot and pages before it."""
+
+    number: int
+    sequences: tuple[SequencePlan, ...]
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(plan.rows for plan in self.sequences)
+
+    def __bool__(self) -> bool:
+        return bool(self.sequences)
