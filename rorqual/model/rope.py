@@ -59,8 +59,9 @@ class Rotary:
         """
         known = self._groups.get((ratio, spans))
         if known is None:
-            groups = [torch.arange(first, end, device=self._positions.device) for first, end in spans]
-            positions = torch.cat(groups) * ratio
+            device, whole = self._positions.device, [(first, end) for first, end in spans if first < end]
+            groups = [torch.arange(first * ratio, end * ratio, ratio, device=device) for first, end in whole]
+            positions = torch.cat(groups) if groups else self._positions[:0]
             known = self._groups[ratio, spans] = Rotary(self._freqs, positions, len(positions)).at(True)
         return known
 
