@@ -22,7 +22,7 @@ from rorqual.model.kv import PagedKV
 from rorqual.model.layer import first_pre
 from rorqual.model.ngram import BEFORE, compress_ids
 from rorqual.model.pending import Crossing, cat_masks, decoder_rows, join
-from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, short_first
+from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, joined, short_first
 from rorqual.model.run import Carry, Run
 from rorqual.model.short import ShortLayers
 from rorqual.model.step import SequenceOutput, SequenceStep
@@ -90,9 +90,9 @@ def check_steps(model: Transformer, steps: Sequence[SequenceStep]) -> None:
         ids = step.tokens_n
         if ids.numel() == 0:
             raise InputError("ids: empty; a step needs at least 1 token")
-        low, high = ids.aminmax()
-        if int(low) < 0 or int(high) >= vocab:
-            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+        numbers = ids.tolist()
+        if min(numbers) < 0 or max(numbers) >= vocab:
+            bad = next(i for i in numbers if not 0 <= i < vocab)
             raise InputError(f"ids: {bad} is outside the vocabulary, legal ids are 0..{vocab - 1}")
         if step.end > limit:
             raise InputError(f"ids: position {step.end - 1} is past the model's last, {limit - 1}")
@@ -125,9 +125,9 @@ def enter(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], run
         segments,
         model.backbone.freqs,
         image_T=image,
-        engram_TLE=torch.cat([g for g in ngrams if g is not None]) if model.ngram is not None else None,
+        engram_TLE=joined([g for g in ngrams if g is not None]) if model.ngram is not None else None,
     )
-    embedded = run.numerics.round(torch.cat([embed(model, s) for s in placed]))
+    embedded = run.numerics.round(joined([embed(model, s) for s in placed]))
     embedded = run.record("embed_out", embedded, rows)
     x = embedded[:, None].expand(-1, model.config.hc_mult, -1)
     return Flow(order, rows, x, first_pre(x), Carry())

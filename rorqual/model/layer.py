@@ -78,6 +78,8 @@ class Layer(nn.Module):
             if self.role.layer_id:
                 x_TSD = run.record(f"{self.name}.engram.x_in", x_TSD, rows)
             x_TSD = self.engram(x_TSD, rows, run, self.name)
+        if not run.tap.active:
+            return x_TSD, pre_TS
         return run.record(f"{self.name}.x_in", x_TSD, rows), run.record(f"{self.name}.pre_in", pre_TS, rows)
 
     def write_global(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:

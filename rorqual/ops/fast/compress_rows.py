@@ -265,7 +265,7 @@ class CompressRows:
         return cls(
             weights=(addresses[0], addresses[2] if wgate is not None else 0, addresses[1]),
             norms=norms,
-            settings=(ratio, _F32(eps), *(DECODED.index(fmt) for fmt in formats)),
+            settings=(ratio, _F32(eps), DECODED.index(formats[0]), DECODED.index(formats[1])),
             formats=formats,
             shape=(hidden, channels, width),
             held=(dense,),

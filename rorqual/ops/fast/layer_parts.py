@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -145,26 +145,12 @@ class Placed:
         key = layer.sizes, layer.products
         found = self._begun.get(key)
         if found is None:
-            found = self._begun[key] = self._new(layer, pre_Tn.shape[1])
+            found = self._begun[key] = _ROOMS.begun(self.rows, layer, pre_Tn.shape[1])
         given = self._given
         # A stream that comes straight from the layer before is known by its array.
         known = given[0] is x_TnD and given[1] is pre_Tn
         found.streams = given[2] if known else (floats(x_TnD), floats(pre_Tn))
         return found
-
-    def _new(self, layer: LayerRows, copies: int) -> Begun:
-        hidden, latent, heads, channels = layer.sizes
-        shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
-        written = tuple(np.empty((self.rows, *shape), np.float32) for shape in shapes)
-        return Begun(
-            streams=(written[0], written[0]),
-            written=written,
-            inner=torch.from_numpy(written[0]),
-            latent=torch.from_numpy(written[1]),
-            finite=np.empty(self.rows, np.bool_),
-            wrong=np.zeros(2, np.int64),
-            parts=parts_of(self.rows * layer.products),
-        )
 
     def give(self, streams: tuple[Array, Array]) -> tuple[Tensor, Tensor]:
         """As tensors, the streams in the activation dtype; a layer that is handed these very tensors reads the arrays,
@@ -205,10 +191,35 @@ class _Rooms(threading.local):
 
     room = np.empty(0, np.float32)
 
+    def __init__(self) -> None:
+        self._begun: dict[tuple[int, int, int, int], Begun] = {}
+
+    def begun(self, rows: int, layer: LayerRows, copies: int) -> Begun:
+        """What `begin` writes for so many rows of a layer; the last step's, where it had as many."""
+        found = self._begun.get(layer.sizes)
+        if found is None or found.written[-1].shape != (rows, copies, copies):
+            found = self._begun[layer.sizes] = _new_begun(rows, layer.sizes, copies)
+        return replace(found, wrong=np.zeros(2, np.int64), parts=parts_of(rows * layer.products))
+
     def of(self, size: int) -> Array:
         if size > self.room.shape[0]:
             self.room = np.empty(size, np.float32)
         return self.room
+
+
+def _new_begun(rows: int, sizes: tuple[int, int, int, int], copies: int) -> Begun:
+    hidden, latent, heads, channels = sizes
+    shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
+    written = tuple(np.empty((rows, *shape), np.float32) for shape in shapes)
+    return Begun(
+        streams=(written[0], written[0]),
+        written=written,
+        inner=torch.from_numpy(written[0]),
+        latent=torch.from_numpy(written[1]),
+        finite=np.empty(rows, np.bool_),
+        wrong=np.zeros(2, np.int64),
+        parts=1,
+    )
 
 
 _ROOMS = _Rooms()
