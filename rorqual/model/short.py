@@ -50,7 +50,7 @@ class ShortLayers:
         source = layer.role.kv_source
         region = None if source is None else self.kv.cache.pages.main[source]
         topk = carry.topk_TK if attn.compressed else None
-        found: tuple[Tensor, Tensor] = regions.finish(begun, packed, placed, angles, layer.role.layer_id, region, topk)
+        found: tuple[Tensor, Tensor] = regions.finish(begun, packed, placed, layer.role.layer_id, region, topk)
         return found
 
     def _place(self, layer: Layer, rows: Rows, run: Run) -> Any:

@@ -201,4 +201,4 @@ def engram_rows(
     parts = parts_of(rows * memory * (copies + 1) * hidden)
     known, sizes = (layer.table, layer.wkv, layer.weight, layer.eps), (image, native, room)
     _engram(FP8.marker, x, index, *known, *sizes, out, fine, parts, tasks=parts)
-    return torch.from_numpy(out) if fine.all() else None
+    return torch.from_numpy(out) if all(fine.tolist()) else None

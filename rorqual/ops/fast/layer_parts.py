@@ -89,6 +89,8 @@ class Begun:
     finite: Array
     wrong: Array
     parts: int
+    back: Any = None
+    """Angles to turn the attention's output back by."""
 
 
 Held = tuple[slice, int, int, int, int, Tensor | None]
@@ -128,7 +130,7 @@ class Placed:
         self._regions: dict[int, tuple[Any, ...]] = {}
         self._begun: dict[tuple[tuple[int, int, int, int], int], Begun] = {}
         self._given: tuple[Any, ...] = (None, None)
-        self._rooms: dict[tuple[int, int], tuple[int, int]] = {}
+        self._rooms: dict[tuple[int, int], tuple[Array, int, int]] = {}
         self._topk: tuple[Tensor | None, Any] = None, None
         self._nothing = np.empty((self.rows, 0), np.int64)
 
@@ -170,9 +172,8 @@ class Placed:
             counts = segments[:, 1] - segments[:, 0]
             keys = int((segments[:, 2] + counts - segments[:, 3]).max()) * channels
             split = sum(split_sizes(int(counts.max()), channels, chosen, reach, stride))
-            known = self._rooms[key] = keys, split
-        keys, split = known
-        return _ROOMS.of(keys + split + self.rows * layer.room), keys, split
+            known = self._rooms[key] = _ROOMS.of(keys + split + self.rows * layer.room), keys, split
+        return known
 
     def region(self, region: PagedRegion | None, topk_TK: Tensor | None) -> tuple[Any, Array]:
         """As the kernel takes them; a layer without either reads its window alone."""

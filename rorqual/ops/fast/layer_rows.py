@@ -195,7 +195,8 @@ def begin(x_TnD: Tensor, pre_Tn: Tensor, layer: LayerRows, placed: Placed, cos_s
         FormatError: NaN or Inf in what native quantises.
     """
     refuse_gradients(x_TnD, pre_Tn)
-    begun, native, (turn, _) = placed.begun(layer, x_TnD, pre_Tn), placed.native, placed.angles(cos_sin)
+    begun, native = placed.begun(layer, x_TnD, pre_Tn), placed.native
+    turn, begun.back = placed.angles(cos_sin)
     x, pre = begun.streams
     finite, parts = begun.finite, begun.parts
     _begin(_MARKERS, x, pre, layer.mixes[0], layer.latents, turn, native, begun.written, finite, parts, tasks=parts)
@@ -208,7 +209,6 @@ def finish(
     begun: Begun,
     layer: LayerRows,
     placed: Placed,
-    cos_sin: tuple[Tensor, Tensor],
     ring: int,
     region: PagedRegion | None,
     topk_TK: Tensor | None,
@@ -220,7 +220,6 @@ def finish(
         begun: of `begin`.
         layer: from `LayerRows.of`.
         placed: of the step.
-        cos_sin: of the layer's kind.
         ring: the layer's rings in `placed`.
         region: of the main KV that the layer reads, or None.
         topk_TK: int64 groups, -1 padded, or None.
@@ -232,7 +231,7 @@ def finish(
     (x, pre), wrong, parts = begun.streams, begun.wrong, begun.parts
     room = placed.room(layer, 0 if topk_TK is None else topk_TK.shape[1])
     out, next_pre = np.empty(x.shape, np.float32), np.empty(pre.shape, np.float32)
-    (arrays, topk), (_, back) = placed.region(region, topk_TK), placed.angles(cos_sin)
+    arrays, topk = placed.region(region, topk_TK)
     _finish(
         _MARKERS,
         begun.written,
@@ -240,7 +239,7 @@ def finish(
         layer.mixes[1],
         layer.project,
         layer.experts,
-        back,
+        begun.back,
         placed.native,
         placed.placed,
         (placed.rings[ring], *_DECODED),
