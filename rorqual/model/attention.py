@@ -64,9 +64,9 @@ class Attention(nn.Module):
     def global_kv(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> None:
         """What a source compresses, and what an index source chooses."""
         if self.compressor is not None:
-            self.compressor(x_TD, rows, run)
+            self.compressor.forward(x_TD, rows, run)
         if self.indexer is not None:
-            carry.topk_TK = self.indexer(x_TD, qr_TQ, rows, carry, run)
+            carry.topk_TK = self.indexer.forward(x_TD, qr_TQ, rows, carry, run)
 
     def latents(self, x_TD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Normed q latent [T, Q], queries [T, H, C], window KV [T, C] before its quantiser."""

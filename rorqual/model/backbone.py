@@ -6,13 +6,15 @@ is given. Layers do not know which of the three is happening.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from rorqual.config import ModelConfig, Part
 from rorqual.model.layer import Layer
 from rorqual.model.rope import frequencies
 from rorqual.model.rows import Rows
-from rorqual.model.run import Carry, Run
+from rorqual.model.run import NOT_YET, Carry, Run
 from rorqual.model.weights import Scope
 
 # T rows, S residual copies, D hidden
@@ -44,6 +46,7 @@ class Backbone(nn.Module):
         ]
         self.encoder = nn.ModuleList(layers[: config.decoder_start])
         self.decoder = nn.ModuleList(layers[config.decoder_start :])
+        self._packed: Any = NOT_YET
         self.targets = set(config.dspark_target_layer_ids) if config.num_nextn_predict_layers else set()
 
     def run_layers(
@@ -53,8 +56,12 @@ class Backbone(nn.Module):
         for layer in layers:
             assert isinstance(layer, Layer)
             if layer.role.layer_id in self.targets:
-                carry.hidden[layer.role.layer_id] = run.numerics.round(copy_mean(x_TSD))
-            x_TSD, pre_TS = layer(x_TSD, pre_TS, rows, carry, run)
+                few = run.regions is not None and rows.short_rows == len(rows)
+                mean = run.regions.mean(x_TSD) if few and run.regions is not None else copy_mean(x_TSD)
+                carry.hidden[layer.role.layer_id] = run.numerics.round(mean)
+            # By name, here and in the layers: nothing hooks these modules, and a decoded token notices what torch does
+            # to look for hooks.
+            x_TSD, pre_TS = layer.forward(x_TSD, pre_TS, rows, carry, run)
         return x_TSD, pre_TS
 
     def seam(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:
@@ -71,3 +78,12 @@ class Backbone(nn.Module):
         """(normed hidden [T, D], fp32 logits [T, V]); the head runs in fp32 in both numerics."""
         normed = run.norm(hidden_TD, self.norm, self.eps)
         return normed, run.ops.linear(normed.float(), self.head, short_rows, False)
+
+    def few_logits(self, x_TSD: Tensor, pre_TS: Tensor, run: Run) -> Tensor | None:
+        """`hidden` and `logits` in one kernel: fp32 logits [T, V] of a few rows; None where there is none for them."""
+        regions = run.regions
+        if regions is None:
+            return None
+        if self._packed is NOT_YET:
+            self._packed = regions.pack_head(self.head, self.norm, eps=self.eps)
+        return None if self._packed is None else regions.head(x_TSD, pre_TS, self._packed, run.numerics.native)

@@ -49,7 +49,7 @@ class Compressor(nn.Module):
             return
         segments = [s for s in rows.segments if s.row_end <= short and s.write_floor < s.end]
         if segments:
-            self._fused(x_TD[:short], segments, rows, run, kv)
+            self._fused(x_TD if short == len(rows) else x_TD[:short], segments, rows, run, kv)
         if short < len(rows):
             later = [s for s in rows.segments if s.row_end > short]
             moved = tuple(replace(s, row_start=s.row_start - short, row_end=s.row_end - short) for s in later)

@@ -39,8 +39,8 @@ class Engram(nn.Module):
         if regions is None or not short or self._packed_for(regions) is None:
             return self._by_op(x_TSD, rows, run, name)
         image = None if rows.image_T is None else rows.image_T[:short]
-        index = rows.engram_TLE[:short, self.column]
-        found = regions.engram(x_TSD[:short], self._packed, index, image, run.numerics.native)
+        index, few = rows.engram_TLE[:short, self.column], x_TSD if short == len(rows) else x_TSD[:short]
+        found = regions.engram(few, self._packed, index, image, run.numerics.native)
         if found is None:  # what is refused, by name
             return self._by_op(x_TSD, rows, run, name)
         if short == len(rows):

@@ -22,7 +22,7 @@ from rorqual.model.kv import PagedKV
 from rorqual.model.layer import first_pre
 from rorqual.model.ngram import BEFORE, compress_ids
 from rorqual.model.pending import Crossing, cat_masks, decoder_rows, join
-from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, short_first
+from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, joined, short_first
 from rorqual.model.run import Carry, Run
 from rorqual.model.short import ShortLayers
 from rorqual.model.step import SequenceOutput, SequenceStep
@@ -90,8 +90,9 @@ def check_steps(model: Transformer, steps: Sequence[SequenceStep]) -> None:
         ids = step.tokens_n
         if ids.numel() == 0:
             raise InputError("ids: empty; a step needs at least 1 token")
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+        numbers = ids.tolist()
+        if min(numbers) < 0 or max(numbers) >= vocab:
+            bad = next(i for i in numbers if not 0 <= i < vocab)
             raise InputError(f"ids: {bad} is outside the vocabulary, legal ids are 0..{vocab - 1}")
         if step.end > limit:
             raise InputError(f"ids: position {step.end - 1} is past the model's last, {limit - 1}")
@@ -119,14 +120,14 @@ def enter(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], run
         row += count
     placed = [steps[i] for i in order]
     image = cat_masks([(s.image_n, s.end - s.start) for s in placed])
-    ngrams = [ngram_rows(model, cache, s, run.tap) for s in placed]
+    ngrams = [ngram_rows(model, cache, s, run) for s in placed]
     rows = build_rows(
         segments,
         model.backbone.freqs,
         image_T=image,
-        engram_TLE=torch.cat([g for g in ngrams if g is not None]) if model.ngram is not None else None,
+        engram_TLE=joined([g for g in ngrams if g is not None]) if model.ngram is not None else None,
     )
-    embedded = run.numerics.round(torch.cat([embed(model, s) for s in placed]))
+    embedded = run.numerics.round(joined([embed(model, s) for s in placed]))
     embedded = run.record("embed_out", embedded, rows)
     x = embedded[:, None].expand(-1, model.config.hc_mult, -1)
     return Flow(order, rows, x, first_pre(x), Carry())
@@ -140,15 +141,18 @@ def embed(model: Transformer, step: SequenceStep) -> Tensor:
     return merge_image_embeddings(rows, step.image_n, step.image_embeds)
 
 
-def ngram_rows(model: Transformer, cache: KVCache, step: SequenceStep, tap: Tap) -> Tensor | None:
+def ngram_rows(model: Transformer, cache: KVCache, step: SequenceStep, run: Run) -> Tensor | None:
     """Engram table rows [n, L, E]; reads and extends the slot's history of compressed ids, addressed by position."""
     if model.ngram is None:
         return None
     history = cache.slots.history[step.slot]
     span = cache.slots.states[step.slot].history
-    compressed = compress_ids(model.token_map, step.tokens_n, step.image_n)
-    past = history.new_full((model.ngram.history_size,), BEFORE)
     held = min(step.start - span.held_from(history.shape[0]), model.ngram.history_size)
+    if run.regions is not None:
+        packed, place = model.ngrams_for(run.regions), (step.start, max(0, held))
+        return run.regions.ngrams(step.tokens_n, step.image_n, packed, history, *place)
+    tap, compressed = run.tap, compress_ids(model.token_map, step.tokens_n, step.image_n)
+    past = history.new_full((model.ngram.history_size,), BEFORE)
     if held > 0:
         past[-held:] = history[torch.arange(step.start - held, step.start, device=history.device) % history.shape[0]]
     found = model.ngram.rows(compressed, past)
@@ -172,7 +176,7 @@ def cross(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flo
     if whole:
         placed = [steps[i].decoder_floor for i in flow.order]
         segments = [replace(seg, window_floor=floor) for seg, floor in zip(flow.rows.segments, placed, strict=True)]
-        rows = build_rows(segments, model.backbone.freqs, image_T=flow.rows.image_T, engram_TLE=flow.rows.engram_TLE)
+        rows = replace(flow.rows, segments=tuple(segments))
         return Flow(flow.order, rows, flow.x, flow.pre, flow.carry)
     model.backbone.seam(flow.x, flow.pre, flow.rows, run)
     kept: list[tuple[int, Segment, Crossing]] = []
@@ -238,14 +242,12 @@ def advance_decoder(cache: KVCache, rows: Rows) -> None:
 
 def finish(model: Transformer, steps: Sequence[SequenceStep], kept: Flow, run: Run) -> list[SequenceOutput]:
     """Collapse, norm and head of the wanted rows; hidden states of every kept row for the draft."""
-    rows, body = kept.rows, model.backbone
-    hidden = body.hidden(kept.x, kept.pre, rows, run)
-    main_hidden = None
+    rows, main_hidden = kept.rows, None
     if model.draft is not None:
         main_hidden = torch.cat([kept.carry.hidden[t] for t in model.config.dspark_target_layer_ids], dim=1)
         main_hidden = run.record("main_hidden", main_hidden, rows)
     wanted = [_wanted(steps[at], seg) for at, seg in zip(kept.order, rows.segments, strict=True)]
-    logits = _logits(model, hidden, wanted, rows, run)
+    logits = _logits(model, kept, wanted, run)
     outputs = {}
     for at, seg, wants, own in zip(kept.order, rows.segments, wanted, logits, strict=True):
         assert wants.stop == seg.row_end
@@ -267,16 +269,25 @@ def _wanted(step: SequenceStep, seg: Segment) -> slice:
     return slice(seg.row_start + start - seg.start, seg.row_end)
 
 
-def _logits(model: Transformer, hidden_TD: Tensor, wanted: Sequence[slice], rows: Rows, run: Run) -> list[Tensor]:
+def _logits(model: Transformer, kept: Flow, wanted: Sequence[slice], run: Run) -> list[Tensor]:
     """Logits of each wanted slice. Few wanted rows of a sequence go row by row, whatever stands beside them."""
+    rows, body = kept.rows, model.backbone
     counts = [w.stop - w.start for w in wanted]
     order = short_first(counts)
-    index = torch.cat([torch.arange(wanted[i].start, wanted[i].stop, device=hidden_TD.device) for i in order])
-    short = sum(count for count in counts if count <= SHORT_SEGMENT)
-    normed, logits = model.backbone.logits(hidden_TD[index], short, run)
-    if run.tap.active:
-        first = rows.segments[0].end - len(index)
-        run.tap("final_norm", normed, first)
-        logits = run.tap("logits", logits, first)
+    short, total = sum(count for count in counts if count <= SHORT_SEGMENT), sum(counts)
+    index = None
+    if total < len(rows) or order != sorted(order):
+        index = torch.cat([torch.arange(wanted[i].start, wanted[i].stop, device=kept.x.device) for i in order])
+    logits = None
+    if short == total:
+        few = (kept.x, kept.pre) if index is None else (kept.x[index], kept.pre[index])
+        logits = body.few_logits(*few, run)
+    if logits is None:
+        hidden = body.hidden(kept.x, kept.pre, rows, run)
+        normed, logits = body.logits(hidden if index is None else hidden[index], short, run)
+        if run.tap.active:
+            first = rows.segments[0].end - total
+            run.tap("final_norm", normed, first)
+            logits = run.tap("logits", logits, first)
     parts = dict(zip(order, logits.split([counts[i] for i in order]), strict=True))
     return [parts[i] for i in range(len(wanted))]

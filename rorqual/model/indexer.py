@@ -5,7 +5,7 @@ Scores are computed in tiles with a running Top-K, so nothing grows with (querie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rorqual.config import LayerRole, ModelConfig
 from rorqual.errors import InputError
 from rorqual.model.kv import PagedKV
-from rorqual.model.rows import Rows, Segment
+from rorqual.model.rows import Rows, Segment, joined
 from rorqual.model.run import NOT_YET, Carry, Run, padded
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions
@@ -67,9 +67,9 @@ class Indexer(nn.Module):
                 blocks.append(best_blocks)
             if run.tap.active:
                 query.record(chosen[-1], None if pool is None else pool[seg.rows])
-        topk = _joined(chosen)
+        topk = joined(chosen)
         if self.role.is_candidate_source:
-            carry.candidates_TB = _joined(blocks)
+            carry.candidates_TB = joined(blocks)
         if run.tap.active:
             topk = run.record(f"{name}.topk_idxs", topk.to(torch.int32), rows).to(torch.int64)
             if bool(((topk < -1) | (topk >= self.visible(rows)[:, None])).any()):
@@ -83,10 +83,11 @@ class Indexer(nn.Module):
         regions, short = run.regions, rows.short_rows
         if regions is None or not short or self._packed_for(regions) is None:
             return self._queries_by_op(x_TD, qr_TQ, rows, run)
-        parts = (qr_TQ, x_TD, *rows.rotary.at(True))
-        qr, x, *angles = parts if short == len(rows) else (part[:short] for part in parts)
-        found = regions.index_queries(qr, x, self._packed, angles, run.numerics.native)
-        q, w = (run.numerics.round(part) for part in found)
+        (cos, sin), qr, x = rows.rotary.at(True), qr_TQ, x_TD
+        if short < len(rows):
+            cos, sin, qr, x = cos[:short], sin[:short], qr[:short], x[:short]
+        q, w = regions.index_queries(qr, x, self._packed, (cos, sin), run.numerics.native)
+        q, w = run.numerics.round(q), run.numerics.round(w)
         if short < len(rows):
             rest = self._queries_by_op(x_TD[short:], qr_TQ[short:], rows.without_short(), run)
             q, w = (torch.cat(pair) for pair in zip((q, w), rest, strict=True))
@@ -238,10 +239,6 @@ class Query:
 
 def _cut(x_T: Tensor, seg: Segment) -> Tensor:
     return x_T if seg.row_end - seg.row_start == x_T.shape[0] else x_T[seg.rows]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Running:

@@ -77,13 +77,15 @@ class Layer(nn.Module):
         if self.engram is not None:
             if self.role.layer_id:
                 x_TSD = run.record(f"{self.name}.engram.x_in", x_TSD, rows)
-            x_TSD = self.engram(x_TSD, rows, run, self.name)
+            x_TSD = self.engram.forward(x_TSD, rows, run, self.name)
+        if not run.tap.active:
+            return x_TSD, pre_TS
         return run.record(f"{self.name}.x_in", x_TSD, rows), run.record(f"{self.name}.pre_in", pre_TS, rows)
 
     def write_global(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:
         """Only this KV source's global KV, for rows whose attention will not run here (the CED seam)."""
         if self.engram is not None:
-            x_TSD = self.engram(x_TSD, rows, run, self.name)
+            x_TSD = self.engram.forward(x_TSD, rows, run, self.name)
         assert self.attn.compressor is not None
         self.attn.compressor(self.collapse(x_TSD, pre_TS, self.attn_norm, run), rows, run)
 

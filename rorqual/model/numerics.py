@@ -34,4 +34,5 @@ class Numerics:
 
     def round(self, x: Tensor) -> Tensor:
         """To the activation dtype: the identity in fp32, one rounding to bf16 in native."""
-        return x.to(self.act_dtype)
+        dtype = torch.bfloat16 if self.name == "native" else torch.float32
+        return x if x.dtype is dtype else x.to(dtype)

@@ -59,10 +59,16 @@ class Rotary:
         """
         known = self._groups.get((ratio, spans))
         if known is None:
-            groups = [torch.arange(first, end, device=self._positions.device) for first, end in spans]
-            positions = torch.cat(groups) * ratio
-            known = self._groups[ratio, spans] = Rotary(self._freqs, positions, len(positions)).at(True)
+            known = self._groups[ratio, spans] = self._of_groups(ratio, [(a, b) for a, b in spans if a < b])
         return known
+
+    def _of_groups(self, ratio: int, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        if not spans:
+            cos, sin = self.at(True)
+            return cos[:0], sin[:0]
+        device = self._positions.device
+        positions = torch.cat([torch.arange(first * ratio, end * ratio, ratio, device=device) for first, end in spans])
+        return Rotary(self._freqs, positions, len(positions)).at(True)
 
     def without_short(self) -> Rotary:
         """Of the rows after the short ones; angles that are there already are kept."""

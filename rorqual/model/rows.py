@@ -106,6 +106,11 @@ def short_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: lengths[i] > SHORT_SEGMENT)
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Their concatenation; the tensor itself where there is but one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def build_rows(
     segments: Sequence[Segment],
     freqs: tuple[Tensor, Tensor],
@@ -114,7 +119,7 @@ def build_rows(
     engram_TLE: Tensor | None = None,
 ) -> Rows:
     """Rows of the given segments, which are in row order, short ones first."""
-    positions = torch.cat([torch.arange(s.start, s.end, device=freqs[0].device) for s in segments])
+    positions = joined([torch.arange(s.start, s.end, device=freqs[0].device) for s in segments])
     short_rows = short_row_count([s.end - s.start for s in segments])
     return Rows(
         segments=tuple(segments),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from rorqual.config import Part
@@ -47,14 +46,12 @@ class ShortLayers:
         angles = rows.rotary.at(attn.compressed)
         begun = regions.begin(x_TSD, pre_TS, packed, placed, angles)
         if attn.compressor is not None or attn.indexer is not None:
-            attn.global_kv(
-                round_(torch.from_numpy(begun.inner)), round_(torch.from_numpy(begun.latent)), rows, carry, run
-            )
+            attn.global_kv(round_(begun.inner), round_(begun.latent), rows, carry, run)
         source = layer.role.kv_source
         region = None if source is None else self.kv.cache.pages.main[source]
         topk = carry.topk_TK if attn.compressed else None
-        x, pre = regions.finish(x_TSD, begun, packed, placed, angles, layer.role.layer_id, region, topk)
-        return round_(x), pre
+        found: tuple[Tensor, Tensor] = regions.finish(begun, packed, placed, layer.role.layer_id, region, topk)
+        return found
 
     def _place(self, layer: Layer, rows: Rows, run: Run) -> Any:
         known = self._placed.get(layer.role.part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer
 from torch import nn
@@ -11,11 +13,12 @@ from rorqual.errors import ConfigError
 from rorqual.layout import KVLayout
 from rorqual.model.backbone import Backbone
 from rorqual.model.draft import Draft
-from rorqual.model.ngram import NgramHash
+from rorqual.model.ngram import IMAGE, NgramHash
 from rorqual.model.numerics import Numerics
+from rorqual.model.run import NOT_YET
 from rorqual.model.vision.tower import VisionTower
 from rorqual.model.weights import Scope
-from rorqual.ops.dispatch import Backend
+from rorqual.ops.dispatch import Backend, Regions
 
 
 class Transformer(nn.Module):
@@ -47,6 +50,7 @@ class Transformer(nn.Module):
         self.token_map = token_map
         self.tokenizer: Tokenizer | None = None
         self.ngram = ngram_hash(config, token_map)
+        self._packed_ngrams: Any = NOT_YET
         self.backbone = Backbone(config, scope)
         drafts = config.num_nextn_predict_layers
         self.draft = Draft(config, self.backbone.freqs, scope.scope("mtp")) if drafts else None
@@ -58,6 +62,15 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         """Where weights and activations are; caches must be too."""
         return self.backbone.embed.device
+
+    def ngrams_for(self, regions: Regions) -> Any:
+        """The constants of the n-gram hash as the region takes them."""
+        if self._packed_ngrams is NOT_YET:
+            made = self.ngram
+            assert made is not None
+            constants = made.multipliers, made.primes, made.offsets
+            self._packed_ngrams = regions.pack_ngrams(self.token_map, constants, pad=made.pad_id, image=IMAGE)
+        return self._packed_ngrams
 
 
 def ngram_hash(config: ModelConfig, token_map: torch.Tensor) -> NgramHash | None:

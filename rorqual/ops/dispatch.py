@@ -83,6 +83,14 @@ class Regions:
     begin: Callable[..., Any]
     finish: Callable[..., tuple[Tensor, Tensor]]
     """The two halves of `model.layer.Layer.forward`."""
+    pack_head: Callable[..., Any]
+    head: Callable[..., Tensor]
+    """`model.backbone.Backbone`'s `hidden` and `logits`."""
+    mean: Callable[..., Tensor]
+    """`model.backbone.copy_mean`."""
+    pack_ngrams: Callable[..., Any]
+    ngrams: Callable[..., Tensor]
+    """`model.forward.ngram_rows`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +179,7 @@ def _regions(path: Path) -> Regions | None:
     from rorqual.ops.fast import (
         compress_rows,
         engram_rows,
+        head_rows,
         hyper_panels,
         hyper_rows,
         index_choice,
@@ -180,6 +189,7 @@ def _regions(path: Path) -> Regions | None:
         layer_rows,
         linear,
         moe_rows,
+        ngram_rows,
         window,
     )
 
@@ -207,6 +217,11 @@ def _regions(path: Path) -> Regions | None:
         reads=layer_rows.reads,
         begin=layer_rows.begin,
         finish=layer_rows.finish,
+        pack_head=head_rows.HeadRows.of,
+        head=head_rows.head,
+        mean=head_rows.mean,
+        pack_ngrams=ngram_rows.NgramRows.of,
+        ngrams=ngram_rows.rows,
     )
 
 
@@ -246,6 +261,7 @@ def _steps() -> list[Callable[[], None]]:
         engram_rows,
         experts,
         gather,
+        head_rows,
         hyper,
         hyper_panels,
         hyper_rows,
@@ -256,6 +272,7 @@ def _steps() -> list[Callable[[], None]]:
         layer_rows,
         linear,
         moe_rows,
+        ngram_rows,
         norm,
         rope,
         topk,
@@ -275,6 +292,8 @@ def _steps() -> list[Callable[[], None]]:
         index_rows,
         index_choice,
         layer_rows,
+        head_rows,
+        ngram_rows,
     )
     by_path = (module.kernels(path) for module in (*ops, *regions))
     kernels = itertools.chain(*by_path, experts.kernels(path), norm.KERNELS, hyper.KERNELS, rope.KERNELS)

@@ -9,8 +9,8 @@ release's ratio-2 sources (64 entries a page, 64 + 4 bytes each): group 200 is r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class PagedRegion:
     scale_bytes: int
     entries: int
     fmt: NumberFormat
+    kept: list[Any] = field(default_factory=list, init=False, repr=False)
+    """What kernels made of the above, once."""
 
     def __post_init__(self) -> None:
         assert self.pool.dtype == torch.uint8 and self.pool.ndim == 2 and self.pool.is_contiguous(), self.pool.shape

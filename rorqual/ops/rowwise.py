@@ -14,6 +14,8 @@ from torch import Tensor
 
 def by_row(function: Callable[[Tensor], Tensor], x: Tensor, short_rows: int) -> Tensor:
     """`function` on each of the first `short_rows` rows alone, then on the rest together."""
+    if short_rows == x.shape[0] == 1:
+        return function(x.contiguous())
     results = [function(row.contiguous()) for row in x[:short_rows].split(1)] if short_rows else []
     if x.shape[0] > short_rows or not results:
         results.append(function(x[short_rows:]))

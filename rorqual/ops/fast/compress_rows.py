@@ -31,8 +31,9 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import NumberFormat
 from rorqual.formats.weights import TILE, DenseWeight, Weight
 from rorqual.ops.cpu import Path
+from rorqual.ops.fast.arrays import angle_arrays, floats, pool_arrays
 from rorqual.ops.fast.codec import quantize_e2m1_e4m3, quantize_e2m1_e8m0, quantize_e4m3_e8m0
-from rorqual.ops.fast.decode import CODE_BYTES, DECODED, ENTRIES, PAGE_BYTES, SCALE_BYTES, geometry_of, locate_slot
+from rorqual.ops.fast.decode import CODE_BYTES, DECODED, ENTRIES, PAGE_BYTES, SCALE_BYTES, locate_slot
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.latent_rows import turned
 from rorqual.ops.fast.linear import has_vectors, parts_of
@@ -222,7 +223,7 @@ class CompressRows:
 
     weights: tuple[int, int, int]
     norms: tuple[Array, Array]
-    settings: tuple[int, Any]
+    settings: tuple[int, Any, int, int]
     formats: tuple[NumberFormat, NumberFormat]
     shape: tuple[int, int, int]
     held: tuple[Any, ...]
@@ -264,7 +265,7 @@ class CompressRows:
         return cls(
             weights=(addresses[0], addresses[2] if wgate is not None else 0, addresses[1]),
             norms=norms,
-            settings=(ratio, _F32(eps)),
+            settings=(ratio, _F32(eps), DECODED.index(formats[0]), DECODED.index(formats[1])),
             formats=formats,
             shape=(hidden, channels, width),
             held=(dense,),
@@ -299,7 +300,7 @@ def compress_rows(
         IndexError: a group without a page. Nothing is stored.
     """
     refuse_gradients(x_TD)
-    x, (hidden, channels, width) = x_TD.detach().to(torch.float32).contiguous(), layer.shape
+    x, (hidden, channels, width) = floats(x_TD), layer.shape
     tables, numbers, at = [], [], 0
     for segment in segments:
         *own, table = segment
@@ -307,23 +308,24 @@ def compress_rows(
         tables.append(table)
         at += table.shape[0]
     rows, groups = x.shape[0], sum(segment.groups for segment in segments)
-    values, status = tuple(np.empty((groups, n), np.float32) for n in (channels, width)), np.empty(1, np.int64)
+    values = np.empty((groups, channels), np.float32), np.empty((groups, width), np.float32)
+    status = np.empty(1, np.int64)
     block_tables = (tables[0] if len(tables) == 1 else torch.cat(tables)).contiguous().numpy()
-    geometry = geometry_of(regions[0]), geometry_of(regions[1])
-    pages = regions[0].pool.numpy().reshape(-1), geometry, block_tables
-    settings = *layer.settings, native, DECODED.index(layer.formats[0]), DECODED.index(layer.formats[1])
-    cos, sin = cos_sin
+    (pool, main_at), (_, key_at) = pool_arrays(regions[0]), pool_arrays(regions[1])
+    pages = pool, (main_at, key_at), block_tables
+    ratio, eps, main_fmt, key_fmt = layer.settings
+    settings = ratio, eps, native, main_fmt, key_fmt
     parts = parts_of(rows * hidden * channels * (2 if layer.weights[1] else 1))
     _compress(
         BF16.marker,
-        x.numpy(),
+        x,
         layer.weights,
         layer.norms,
         settings,
         np.array(numbers, dtype=np.int64),
         pages,
         _NO_TAILS if tails is None else tails.numpy(),
-        (cos.contiguous().numpy(), sin.contiguous().numpy()),
+        angle_arrays(cos_sin),
         np.empty(rows * hidden + groups * channels, np.float32),
         values,
         status,

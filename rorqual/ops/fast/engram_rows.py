@@ -27,6 +27,7 @@ from torch import Tensor
 from rorqual.formats.fp8 import E8M0_NAN
 from rorqual.formats.weights import TILE, Fp8Weight, Weight
 from rorqual.ops.cpu import Path
+from rorqual.ops.fast.arrays import floats
 from rorqual.ops.fast.decode import E4M3, E8M0
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.linear import has_vectors, parts_of
@@ -191,13 +192,13 @@ def engram_rows(
         None for what the op-by-op path refuses: an id outside the table, a NaN scale, a NaN or an Inf to quantise.
     """
     refuse_gradients(x_TSD)
-    x = x_TSD.detach().to(torch.float32).contiguous()
+    x = floats(x_TSD)
     rows, copies, hidden = x.shape
     index = np.ascontiguousarray(index_TE.numpy())
     image = np.zeros(rows, np.uint8) if image_T is None else image_T.to(torch.uint8).contiguous().numpy()
     memory = index.shape[1] * layer.table[3]
-    out, fine, room = torch.empty(x.shape), np.empty(rows, np.bool_), np.empty(rows * memory, np.float32)
+    out, fine, room = np.empty(x.shape, np.float32), np.empty(rows, np.bool_), np.empty(rows * memory, np.float32)
     parts = parts_of(rows * memory * (copies + 1) * hidden)
     known, sizes = (layer.table, layer.wkv, layer.weight, layer.eps), (image, native, room)
-    _engram(FP8.marker, x.numpy(), index, *known, *sizes, out.numpy(), fine, parts, tasks=parts)
-    return out if fine.all() else None
+    _engram(FP8.marker, x, index, *known, *sizes, out, fine, parts, tasks=parts)
+    return torch.from_numpy(out) if all(fine.tolist()) else None

@@ -26,8 +26,9 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E2M1_E8M0_32
 from rorqual.formats.weights import TILE
 from rorqual.ops.cpu import Path, best_path
+from rorqual.ops.fast.arrays import floats, region_arrays
 from rorqual.ops.fast.codec import quantize_e2m1_e8m0
-from rorqual.ops.fast.decode import ENTRIES, PAGE_BYTES, REGION, region_arrays
+from rorqual.ops.fast.decode import ENTRIES, PAGE_BYTES, REGION
 from rorqual.ops.fast.index_scores import KERNELS
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients, workers
 from rorqual.ops.fast.linear import has_vectors
@@ -247,14 +248,13 @@ def choose(
     if count <= 0:
         return torch.full((rows, k), -1), torch.full((rows, keep), -1)
     top, best = np.empty((rows, k), np.int64), np.empty((rows, keep), np.int64)
-    q, w = (part.detach().to(torch.float32).contiguous() for part in (q, w))
     blocks = np.empty((rows, 0), np.int64) if blocks_nB is None else blocks_nB.contiguous().numpy()
     units = min(rows * count * heads * width // PRODUCTS_A_TASK, -(-count // KEYS))
     tasks, status = max(1, min(workers(), units)), np.zeros(3, np.int64)
     known = (region_arrays(region, block_table), (first, ratio, block, count, native), tasks)
-    CHOOSE[path]((q.numpy(), w.numpy()), blocks, *known, top, best, status, tasks=tasks)
+    CHOOSE[path]((floats(q), floats(w)), blocks, *known, top, best, status, tasks=tasks)
     if status[0] != _CHOSEN:
-        _refuse(status, q, block_table, region)
+        _refuse(status, q.float(), block_table, region)
     return torch.from_numpy(top), torch.from_numpy(best)
 
 

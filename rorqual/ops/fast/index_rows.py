@@ -24,6 +24,7 @@ from rorqual.formats.codec import check_finite
 from rorqual.formats.spec import E4M3_E8M0_32
 from rorqual.formats.weights import TILE, DenseWeight, Fp8Weight, Weight
 from rorqual.ops.cpu import Path
+from rorqual.ops.fast.arrays import angle_arrays, floats
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.latent_rows import turned
 from rorqual.ops.fast.linear import has_vectors, parts_of
@@ -38,6 +39,7 @@ from rorqual.ops.fast.row_kernels import (
 from rorqual.ops.fast.row_vectors import BF16, FP8
 
 _F32 = np.float32
+_MARKERS = FP8.marker, BF16.marker
 _FP8, _BF16 = ((kind.code, kind.unit, kind.scale_rows) for kind in (FP8, BF16))
 
 _QUERIES = (
@@ -128,14 +130,12 @@ def queries(
         FormatError: NaN or Inf in what native quantises.
     """
     refuse_gradients(qr_TQ, x_TD)
-    qr, x = (part.detach().to(torch.float32).contiguous() for part in (qr_TQ, x_TD))
-    (rows, latent), hidden, (cos, sin) = qr.shape, x.shape[1], cos_sin
-    q, w, finite = torch.empty(rows, *layer.shape), torch.empty(rows, layer.shape[0]), np.empty(rows, np.bool_)
-    angles, room = (cos.contiguous().numpy(), sin.contiguous().numpy()), np.empty(rows * (latent + hidden), np.float32)
-    parts = parts_of(q.numel() * latent)
-    known = (layer.weights, angles, layer.scale, native, room)
-    markers = (FP8.marker, BF16.marker)
-    _queries(markers, qr.numpy(), x.numpy(), *known, q.numpy(), w.numpy(), finite, parts, tasks=parts)
+    qr, x = floats(qr_TQ), floats(x_TD)
+    (rows, latent), (heads, channels) = qr.shape, layer.shape
+    q, w = np.empty((rows, heads, channels), np.float32), np.empty((rows, heads), np.float32)
+    room, finite, parts = np.empty(qr.size + x.size, np.float32), np.empty(rows, np.bool_), parts_of(q.size * latent)
+    known = (layer.weights, angle_arrays(cos_sin), layer.scale, native, room)
+    _queries(_MARKERS, qr, x, *known, q, w, finite, parts, tasks=parts)
     if native and not finite.all():
-        check_finite(qr, E4M3_E8M0_32)
-    return q, w
+        check_finite(torch.from_numpy(qr), E4M3_E8M0_32)
+    return torch.from_numpy(q), torch.from_numpy(w)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rorqual.ops.fast.arrays import angle_arrays, floats, region_arrays
 from rorqual.ops.fast.attention import split_sizes
-from rorqual.ops.fast.decode import BLOCK, NO_REGION, region_arrays
+from rorqual.ops.fast.decode import BLOCK, NO_REGION
 from rorqual.ops.fast.hyper_rows import MixRows
 from rorqual.ops.fast.latent_rows import AttentionRows
+from rorqual.ops.fast.linear import parts_of
 from rorqual.ops.fast.moe_rows import MoeRows
 from rorqual.ops.fast.row_vectors import Array
 from rorqual.ops.fast.vectors import LANES
@@ -73,16 +75,22 @@ class LayerRows:
         )
 
 
-class Begun(NamedTuple):
-    """inner [T, D], the attention's input; q latent [T, Q]; q [T, H, C]; window KV [T, C]; pre, post, comb. fp32."""
+@dataclass(kw_only=True, slots=True)
+class Begun:
+    """What `begin` made of a layer, good until the next one begins. fp32."""
 
-    inner: Array
-    latent: Array
-    q: Array
-    kv: Array
-    pre: Array
-    post: Array
-    comb: Array
+    streams: tuple[Array, Array]
+    """As the layer was given them: [T, n, D], and their pre [T, n]."""
+    written: tuple[Array, ...]
+    """inner [T, D], the attention's input; q latent [T, Q]; q [T, H, C]; window KV [T, C]; pre, post, comb."""
+    inner: Tensor
+    latent: Tensor
+    """The same memory."""
+    finite: Array
+    wrong: Array
+    parts: int
+    back: Any = None
+    """Angles to turn the attention's output back by."""
 
 
 Held = tuple[slice, int, int, int, int, Tensor | None]
@@ -120,37 +128,52 @@ class Placed:
         # By identity; what has it is kept, so that nothing else comes by it.
         self._angles: dict[int, tuple[Any, ...]] = {}
         self._regions: dict[int, tuple[Any, ...]] = {}
-        self._begun: dict[tuple[int, int, int, int], Begun] = {}
-        self._rooms: dict[tuple[int, int], tuple[int, int]] = {}
+        self._begun: dict[tuple[tuple[int, int, int, int], int], Begun] = {}
+        self._given: tuple[Any, ...] = (None, None)
+        self._rooms: dict[tuple[int, int], tuple[Array, int, int]] = {}
+        self._topk: tuple[Tensor | None, Any] = None, None
         self._nothing = np.empty((self.rows, 0), np.int64)
 
     def angles(self, cos_sin: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
         """To turn by, and to turn back by."""
         found = self._angles.get(id(cos_sin))
         if found is None:
-            cos, sin = (x.contiguous().numpy() for x in cos_sin)
+            cos, sin = angle_arrays(cos_sin)
             found = self._angles[id(cos_sin)] = (cos, sin), (cos, -sin), cos_sin
         return found[0], found[1]
 
-    def begun(self, layer: LayerRows, copies: int) -> Begun:
-        """What `begin` writes; the step's layers of one shape write it in turn."""
-        hidden, latent, heads, channels = layer.sizes
-        if layer.sizes not in self._begun:
-            shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
-            self._begun[layer.sizes] = Begun(*(np.empty((self.rows, *shape), np.float32) for shape in shapes))
-        return self._begun[layer.sizes]
+    def begun(self, layer: LayerRows, x_TnD: Tensor, pre_Tn: Tensor) -> Begun:
+        """What `begin` reads and writes; the step's layers of one shape write it in turn."""
+        key = layer.sizes, layer.products
+        found = self._begun.get(key)
+        if found is None:
+            found = self._begun[key] = _ROOMS.begun(self.rows, layer, pre_Tn.shape[1])
+        given = self._given
+        # A stream that comes straight from the layer before is known by its array.
+        known = given[0] is x_TnD and given[1] is pre_Tn
+        found.streams = given[2] if known else (floats(x_TnD), floats(pre_Tn))
+        return found
+
+    def give(self, streams: tuple[Array, Array]) -> tuple[Tensor, Tensor]:
+        """As tensors, the streams in the activation dtype; a layer that is handed these very tensors reads the arrays,
+        which nothing may write from here on."""
+        x, pre = torch.from_numpy(streams[0]), torch.from_numpy(streams[1])
+        if self.native:
+            x = x.to(torch.bfloat16)
+        self._given = x, pre, streams
+        return x, pre
 
     def room(self, layer: LayerRows, chosen: int) -> tuple[Array, int, int]:
         """For `finish`: all of it, and how much is for keys and for `attend_split`."""
         key = layer.room, chosen
-        if key not in self._rooms:
+        known = self._rooms.get(key)
+        if known is None:
             (segments, _, _, reach), channels, stride = self.placed, layer.sizes[3], len(layer.project[3])
             counts = segments[:, 1] - segments[:, 0]
             keys = int((segments[:, 2] + counts - segments[:, 3]).max()) * channels
             split = sum(split_sizes(int(counts.max()), channels, chosen, reach, stride))
-            self._rooms[key] = keys, split
-        keys, split = self._rooms[key]
-        return _ROOMS.of(keys + split + self.rows * layer.room), keys, split
+            known = self._rooms[key] = _ROOMS.of(keys + split + self.rows * layer.room), keys, split
+        return known
 
     def region(self, region: PagedRegion | None, topk_TK: Tensor | None) -> tuple[Any, Array]:
         """As the kernel takes them; a layer without either reads its window alone."""
@@ -159,7 +182,9 @@ class Placed:
         found = self._regions.get(id(region))
         if found is None:
             found = self._regions[id(region)] = region_arrays(region, self.table), region
-        return found[0], topk_TK.contiguous().numpy()
+        if self._topk[0] is not topk_TK:
+            self._topk = topk_TK, topk_TK.contiguous().numpy()
+        return found[0], self._topk[1]
 
 
 class _Rooms(threading.local):
@@ -167,10 +192,35 @@ class _Rooms(threading.local):
 
     room = np.empty(0, np.float32)
 
+    def __init__(self) -> None:
+        self._begun: dict[tuple[int, int, int, int], Begun] = {}
+
+    def begun(self, rows: int, layer: LayerRows, copies: int) -> Begun:
+        """What `begin` writes for so many rows of a layer; the last step's, where it had as many."""
+        found = self._begun.get(layer.sizes)
+        if found is None or found.written[-1].shape != (rows, copies, copies):
+            found = self._begun[layer.sizes] = _new_begun(rows, layer.sizes, copies)
+        return replace(found, wrong=np.zeros(2, np.int64), parts=parts_of(rows * layer.products))
+
     def of(self, size: int) -> Array:
         if size > self.room.shape[0]:
             self.room = np.empty(size, np.float32)
         return self.room
+
+
+def _new_begun(rows: int, sizes: tuple[int, int, int, int], copies: int) -> Begun:
+    hidden, latent, heads, channels = sizes
+    shapes = (hidden,), (latent,), (heads, channels), (channels,), (copies,), (copies,), (copies, copies)
+    written = tuple(np.empty((rows, *shape), np.float32) for shape in shapes)
+    return Begun(
+        streams=(written[0], written[0]),
+        written=written,
+        inner=torch.from_numpy(written[0]),
+        latent=torch.from_numpy(written[1]),
+        finite=np.empty(rows, np.bool_),
+        wrong=np.zeros(2, np.int64),
+        parts=1,
+    )
 
 
 _ROOMS = _Rooms()

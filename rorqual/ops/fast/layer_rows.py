@@ -29,7 +29,7 @@ from rorqual.ops.fast.hyper_rows import MIX, SETTINGS, enter_kernel
 from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
 from rorqual.ops.fast.latent_rows import ANGLES, latents_kernel, project_kernel
 from rorqual.ops.fast.layer_parts import Begun, LayerRows, Placed
-from rorqual.ops.fast.linear import has_vectors, parts_of
+from rorqual.ops.fast.linear import has_vectors
 from rorqual.ops.fast.moe_rows import moe_kernel
 from rorqual.ops.fast.norm import round_row
 from rorqual.ops.fast.row_kernels import part
@@ -58,7 +58,7 @@ _BEGIN = (
 
 @kernel(_BEGIN, calls=_BEGINS)
 def _begin(markers, x_TnD, pre_Tn, mix, attention, angles, native, begun, finite_T, parts):
-    """begun: what is written, a `Begun`. mix, attention: of `LayerRows`. finite_T: as of `latent_rows`."""
+    """begun: what is written, of a `Begun`. mix, attention: of `LayerRows`. finite_T: as of `latent_rows`."""
     (_, fp8, fp32), (inner_TD, qr_TQ, q_THC, kv_TC, new_pre_Tn, post_Tn, comb_Tnn) = markers, begun
     nothing, none = np.empty((0, 0), np.float32), np.empty((0, 0, 0), np.float32)
     mixed = new_pre_Tn, post_Tn, comb_Tnn
@@ -195,35 +195,31 @@ def begin(x_TnD: Tensor, pre_Tn: Tensor, layer: LayerRows, placed: Placed, cos_s
         FormatError: NaN or Inf in what native quantises.
     """
     refuse_gradients(x_TnD, pre_Tn)
-    x, pre, (rows, copies) = _floats(x_TnD), _floats(pre_Tn), pre_Tn.shape
-    begun = placed.begun(layer, copies)
-    finite, parts = np.empty(rows, np.bool_), parts_of(rows * layer.products)
-    turn, _ = placed.angles(cos_sin)
-    native = placed.native
-    _begin(_MARKERS, x, pre, layer.mixes[0], layer.latents, turn, native, tuple(begun), finite, parts, tasks=parts)
+    begun, native = placed.begun(layer, x_TnD, pre_Tn), placed.native
+    turn, begun.back = placed.angles(cos_sin)
+    x, pre = begun.streams
+    finite, parts = begun.finite, begun.parts
+    _begin(_MARKERS, x, pre, layer.mixes[0], layer.latents, turn, native, begun.written, finite, parts, tasks=parts)
     if native and not finite.all():
-        _refuse(begun.inner)
+        _refuse(begun.written[0])
     return begun
 
 
 def finish(
-    x_TnD: Tensor,
     begun: Begun,
     layer: LayerRows,
     placed: Placed,
-    cos_sin: tuple[Tensor, Tensor],
     ring: int,
     region: PagedRegion | None,
     topk_TK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The rest of the layer: streams [T, n, D] and the next pre [T, n], fp32; the window's keys are kept.
+    """The rest of the layer: streams [T, n, D] in the activation dtype and the next pre [T, n], fp32; the window's keys
+    are kept.
 
     Args:
-        x_TnD: as `begin` had it.
         begun: of `begin`.
         layer: from `LayerRows.of`.
         placed: of the step.
-        cos_sin: of the layer's kind.
         ring: the layer's rings in `placed`.
         region: of the main KV that the layer reads, or None.
         topk_TK: int64 groups, -1 padded, or None.
@@ -232,29 +228,28 @@ def finish(
         FormatError: NaN or Inf in what is quantised.
         IndexError: a group that its block table does not hold, or a page outside the pool.
     """
-    x, parts = _floats(x_TnD), parts_of(placed.rows * layer.products)
+    (x, pre), wrong, parts = begun.streams, begun.wrong, begun.parts
     room = placed.room(layer, 0 if topk_TK is None else topk_TK.shape[1])
-    out, next_pre = torch.empty(x.shape), torch.empty(begun.pre.shape)
-    wrong, finite = np.zeros(2, np.int64), np.empty(placed.rows, np.bool_)
-    (arrays, topk), (_, back) = placed.region(region, topk_TK), placed.angles(cos_sin)
+    out, next_pre = np.empty(x.shape, np.float32), np.empty(pre.shape, np.float32)
+    arrays, topk = placed.region(region, topk_TK)
     _finish(
         _MARKERS,
-        tuple(begun),
+        begun.written,
         x,
         layer.mixes[1],
         layer.project,
         layer.experts,
-        back,
+        begun.back,
         placed.native,
         placed.placed,
         (placed.rings[ring], *_DECODED),
         arrays,
         topk,
         room,
-        out.numpy(),
-        next_pre.numpy(),
+        out,
+        next_pre,
         wrong,
-        finite,
+        begun.finite,
         parts,
         tasks=parts,
     )
@@ -264,12 +259,8 @@ def finish(
         check_pages(region, table, topk_TK[own])
         raise IndexError(f"a group below -1 among the selected ones of segment {int(wrong[1])}")
     if wrong[0]:
-        _refuse(begun.kv)
-    return out, next_pre
-
-
-def _floats(x: Tensor) -> Array:
-    return x.detach().to(torch.float32).contiguous().numpy()
+        _refuse(begun.written[3])
+    return placed.give((out, next_pre))
 
 
 def _refuse(x: Array) -> None:
