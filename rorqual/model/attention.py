@@ -19,6 +19,7 @@ from rorqual.model.rows import Rows
 from rorqual.model.run import NOT_YET, Carry, Run
 from rorqual.model.weights import Scope, row_groups
 from rorqual.ops.dispatch import Regions
+from rorqual.ops.rowwise import joined
 
 # T rows, D hidden, H heads, C head dim, Q q_lora rank, K top-k
 
@@ -59,7 +60,7 @@ class Attention(nn.Module):
             window = run.kv.window(self.role.layer_id, seg, kv_n, run.tap)
             topk = carry.topk_TK[seg.rows] if self.compressed and carry.topk_TK is not None else None
             out.append(run.kv.attend(self.role.kv_source, seg, q_n, window, topk, self.sink))
-        return self.project(torch.cat(out), rows, run)
+        return self.project(joined(out), rows, run)
 
     def global_kv(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> None:
         """What a source compresses, and what an index source chooses."""

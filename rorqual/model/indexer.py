@@ -5,7 +5,7 @@ Scores are computed in tiles with a running Top-K, so nothing grows with (querie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from rorqual.model.rows import Rows, Segment
 from rorqual.model.run import NOT_YET, Carry, Run, padded
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions
+from rorqual.ops.rowwise import joined
 
 # T rows, n rows of a segment, I index heads, D index dim, K top-k, G groups of a tile, B candidate blocks
 
@@ -67,9 +68,9 @@ class Indexer(nn.Module):
                 blocks.append(best_blocks)
             if run.tap.active:
                 query.record(chosen[-1], None if pool is None else pool[seg.rows])
-        topk = _joined(chosen)
+        topk = joined(chosen)
         if self.role.is_candidate_source:
-            carry.candidates_TB = _joined(blocks)
+            carry.candidates_TB = joined(blocks)
         if run.tap.active:
             topk = run.record(f"{name}.topk_idxs", topk.to(torch.int32), rows).to(torch.int64)
             if bool(((topk < -1) | (topk >= self.visible(rows)[:, None])).any()):
@@ -157,7 +158,7 @@ class Query:
         if found is not None:
             return found
         parts = [self._scan(rows, want_blocks) for rows in self._row_tiles(ROW_TILE)]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return joined([p[0] for p in parts]), joined([p[1] for p in parts])
 
     def _fused(self, blocks_nB: Tensor | None, keep: int) -> tuple[Tensor, Tensor] | None:
         """Both in one kernel, where there is one and the scores are few: the same groups and blocks."""
@@ -201,7 +202,7 @@ class Query:
             return found[0]
         pool = blocks_nB.shape[1] * self.indexer.block
         step = max(1, min(ROW_TILE, GROUP_TILE * ROW_TILE // max(1, pool)))
-        return torch.cat([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles(step)])
+        return joined([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles(step)])
 
     def _pool_tile(self, rows: slice, blocks_nB: Tensor) -> Tensor:
         ix = self.indexer
@@ -238,10 +239,6 @@ class Query:
 
 def _cut(x_T: Tensor, seg: Segment) -> Tensor:
     return x_T if seg.row_end - seg.row_start == x_T.shape[0] else x_T[seg.rows]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Running:
