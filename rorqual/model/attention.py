@@ -49,7 +49,7 @@ class Attention(nn.Module):
     def window_kv(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:
         """RoPE(RMSNorm(x Wkv)) [T, C], before its quantiser."""
         kv = run.norm(run.linear(x_TD, self.wkv, rows), self.kv_norm, self.eps)
-        return run.numerics.round(run.ops.rotate(kv, rows.rotary.at(self.compressed)))
+        return run.numerics.round(run.ops.rotate(kv, rows.rotary.at(self.compressed), overwrite=True))
 
     def forward(self, x_TD: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Attention output [T, D] in the activation dtype."""
@@ -86,7 +86,7 @@ class Attention(nn.Module):
     def _latents_by_op(self, x_TD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         qr = run.norm(run.linear(x_TD, self.wq_a, rows), self.q_norm, self.eps)
         q = run.linear(qr, self.wq_b, rows).unflatten(-1, (self.heads, self.head_dim))
-        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(self.compressed)))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(self.compressed), overwrite=True))
         return qr, q, self.window_kv(x_TD, rows, run)
 
     def project(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:

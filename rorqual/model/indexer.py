@@ -102,7 +102,7 @@ class Indexer(nn.Module):
 
     def _queries_by_op(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor]:
         q = run.linear(qr_TQ, self.wq_b, rows).unflatten(-1, (self.heads, -1))
-        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True)))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True), overwrite=True))
         return q, run.numerics.round(run.linear(x_TD, self.weights_proj, rows) * self.scale)
 
     def visible(self, rows: Rows) -> Tensor:
@@ -206,8 +206,7 @@ class Query:
 
     def _pool_tile(self, rows: slice, blocks_nB: Tensor) -> Tensor:
         ix = self.indexer
-        at = blocks_nB[..., None] * ix.block + torch.arange(ix.block, device=blocks_nB.device)
-        at = at.masked_fill((blocks_nB[..., None] < 0) | (at >= self.visible[rows][:, None, None]), -1).flatten(1)
+        at = self.run.ops.pool_groups(blocks_nB, self.visible[rows], ix.block)
         kv = self.run.kv
         scores = kv.index_scores_at(self.source, self.seg, self.q[rows], self.w[rows], at)
         chosen = self.run.ops.topk_lowest(scores, min(ix.topk, scores.shape[1]))
