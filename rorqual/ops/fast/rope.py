@@ -57,9 +57,7 @@ def _rotate(x, cos, sin, sign, channels, here, out, parts):
 KERNELS = (_rotate,)
 
 
-def rotate(
-    x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False
-) -> Tensor:
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False) -> Tensor:
     """As the plain `rotate`, bit for bit, which also takes what is not on a CPU and other widths. No gradients."""
     cos, sin = cos_sin
     if x.device.type != "cpu" or cos.shape[1] % (LANES // 2) or not x.numel():

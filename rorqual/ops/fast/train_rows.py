@@ -125,9 +125,7 @@ def rms_norm(x_TK: Tensor, weight_K: Tensor, eps: float, native: bool) -> Tensor
     return y.view(x_TK.shape).to(x_TK.dtype)
 
 
-def rotate(
-    x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False
-) -> Tensor:
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False) -> Tensor:
     """As `rorqual.ops.reference.rope.rotate`, gradient for x alone; x is never written."""
     heads = x.shape[1:-1].numel()
     x_THK = x.float().reshape(x.shape[0], heads, x.shape[-1])

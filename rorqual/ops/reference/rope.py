@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def rotate(
-    x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False
-) -> Tensor:
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False) -> Tensor:
     """Rotate the trailing D channels of x [T, ..., C] by the row's angle (back again when `inverse`); fp32 result.
 
     D is twice the width of cos. Pair j is channels (C - D + 2j, C - D + 2j + 1).
