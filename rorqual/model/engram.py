@@ -73,8 +73,8 @@ class Engram(nn.Module):
 
     def _match(self, x_TSD: Tensor, key_TSD: Tensor) -> Tensor:
         """How well the streams fit their keys, both normed: z [T, S]."""
-        products = row_sum(x_TSD * (self.q_weight * self.k_weight) * key_TSD)
-        return products * (self._rstd(x_TSD) * self._rstd(key_TSD)) * self.hidden**-0.5
+        z = row_sum(x_TSD * (self.q_weight * self.k_weight) * key_TSD)
+        return z * (self._rstd(x_TSD) * self._rstd(key_TSD)) * float(self.hidden**-0.5)
 
     def _rstd(self, x: Tensor) -> Tensor:
         return torch.rsqrt(mean_square(x) + self.eps)

@@ -16,9 +16,9 @@ STEP_BYTES = 256 << 20
 def keep_freed_memory(most: int = _EVERYTHING) -> bool:
     """Let the C library keep what it frees, for the rest of the process; False where it cannot be told.
 
-    glibc hands large blocks, and the free end of its heap, back to the system, and what is allocated next is zeroed page
-    by page: of a large elementwise op that is most of its time. A step's tensors have the sizes of the last step's;
-    kept, they are reused.
+    glibc hands large blocks, and the free end of its heap, back to the system, and what is allocated next is zeroed
+    page by page: of a large elementwise op that is most of its time. A step's tensors have the sizes of the last
+    step's; kept, they are reused.
 
     most: bytes at the free end of a heap beyond which that end is handed back after all.
     """

@@ -14,6 +14,7 @@ from rorqual.ops.fast import (
     train_rows,
 )
 
+
 def training_ops() -> Ops:
     """The plain ops, with twins that have hand-written gradients for what training spends its time in.
 
