@@ -19,6 +19,7 @@ from rorqual.model.rows import Rows
 from rorqual.model.run import NOT_YET, Carry, Run
 from rorqual.model.weights import Scope, row_groups
 from rorqual.ops.dispatch import Regions
+from rorqual.ops.rowwise import joined
 
 # T rows, D hidden, H heads, C head dim, Q q_lora rank, K top-k
 
@@ -48,7 +49,7 @@ class Attention(nn.Module):
     def window_kv(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:
         """RoPE(RMSNorm(x Wkv)) [T, C], before its quantiser."""
         kv = run.norm(run.linear(x_TD, self.wkv, rows), self.kv_norm, self.eps)
-        return run.numerics.round(run.ops.rotate(kv, rows.rotary.at(self.compressed)))
+        return run.numerics.round(run.ops.rotate(kv, rows.rotary.at(self.compressed), overwrite=True))
 
     def forward(self, x_TD: Tensor, rows: Rows, carry: Carry, run: Run) -> Tensor:
         """Attention output [T, D] in the activation dtype."""
@@ -59,7 +60,7 @@ class Attention(nn.Module):
             window = run.kv.window(self.role.layer_id, seg, kv_n, run.tap)
             topk = carry.topk_TK[seg.rows] if self.compressed and carry.topk_TK is not None else None
             out.append(run.kv.attend(self.role.kv_source, seg, q_n, window, topk, self.sink))
-        return self.project(torch.cat(out), rows, run)
+        return self.project(joined(out), rows, run)
 
     def global_kv(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, carry: Carry, run: Run) -> None:
         """What a source compresses, and what an index source chooses."""
@@ -85,7 +86,7 @@ class Attention(nn.Module):
     def _latents_by_op(self, x_TD: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         qr = run.norm(run.linear(x_TD, self.wq_a, rows), self.q_norm, self.eps)
         q = run.linear(qr, self.wq_b, rows).unflatten(-1, (self.heads, self.head_dim))
-        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(self.compressed)))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(self.compressed), overwrite=True))
         return qr, q, self.window_kv(x_TD, rows, run)
 
     def project(self, o_THC: Tensor, rows: Rows, run: Run) -> Tensor:

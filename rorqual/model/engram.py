@@ -13,9 +13,12 @@ from rorqual.model.run import NOT_YET, Run
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions
 from rorqual.ops.reference.norm import mean_square, row_sum
-from rorqual.ops.rowwise import by_row
+from rorqual.ops.rowwise import by_row, joined
 
 # T rows, S residual copies, D hidden
+
+ROW_TILE = 64
+"""Rows matched with their keys, and written, at once: what that needs stays in a cache, whatever the chunk."""
 
 
 class Engram(nn.Module):
@@ -57,15 +60,21 @@ class Engram(nn.Module):
     def _by_op(self, x_TSD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
         assert rows.engram_TLE is not None
         memory = run.numerics.round(self.table.rows(rows.engram_TLE[:, self.column]).flatten(1))
-        projected = run.linear(memory, self.wkv, rows).float().unflatten(-1, (self.copies + 1, self.hidden))
-        key, value = projected[:, :-1], projected[:, -1:]
-        x = x_TSD.float()
-        z = row_sum(x * (self.q_weight * self.k_weight) * key) * (self._rstd(x) * self._rstd(key)) * self.hidden**-0.5
+        projected = run.linear(memory, self.wkv, rows).unflatten(-1, (self.copies + 1, self.hidden))
+        tiles = [slice(first, first + ROW_TILE) for first in range(0, len(rows), ROW_TILE)]
+        z = joined([self._match(x_TSD[tile].float(), projected[tile, :-1].float()) for tile in tiles])
         gate = by_row(torch.sigmoid, z.sign() * z.abs().clamp_min(1e-6).sqrt(), rows.short_rows)
         if rows.image_T is not None:
             gate = gate.masked_fill(rows.image_T[:, None], 0.0)
         gate = run.record(f"{name}.engram.gate", gate, rows)
-        return run.numerics.round(x + gate[..., None] * value)
+        value = projected[:, -1:]
+        written = (x_TSD[tile].float() + gate[tile, :, None] * value[tile].float() for tile in tiles)
+        return joined([run.numerics.round(part) for part in written])
+
+    def _match(self, x_TSD: Tensor, key_TSD: Tensor) -> Tensor:
+        """How well the streams fit their keys, both normed: z [T, S]."""
+        z = row_sum(x_TSD * (self.q_weight * self.k_weight) * key_TSD)
+        return z * (self._rstd(x_TSD) * self._rstd(key_TSD)) * float(self.hidden**-0.5)
 
     def _rstd(self, x: Tensor) -> Tensor:
         return torch.rsqrt(mean_square(x) + self.eps)

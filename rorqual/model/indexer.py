@@ -19,6 +19,7 @@ from rorqual.model.rows import Rows, Segment, joined
 from rorqual.model.run import NOT_YET, Carry, Run, padded
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions
+from rorqual.ops.rowwise import joined
 
 # T rows, n rows of a segment, I index heads, D index dim, K top-k, G groups of a tile, B candidate blocks
 
@@ -102,7 +103,7 @@ class Indexer(nn.Module):
 
     def _queries_by_op(self, x_TD: Tensor, qr_TQ: Tensor, rows: Rows, run: Run) -> tuple[Tensor, Tensor]:
         q = run.linear(qr_TQ, self.wq_b, rows).unflatten(-1, (self.heads, -1))
-        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True)))
+        q = run.numerics.round(run.ops.rotate(q, rows.rotary.at(True), overwrite=True))
         return q, run.numerics.round(run.linear(x_TD, self.weights_proj, rows) * self.scale)
 
     def visible(self, rows: Rows) -> Tensor:
@@ -158,7 +159,7 @@ class Query:
         if found is not None:
             return found
         parts = [self._scan(rows, want_blocks) for rows in self._row_tiles(ROW_TILE)]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return joined([p[0] for p in parts]), joined([p[1] for p in parts])
 
     def _fused(self, blocks_nB: Tensor | None, keep: int) -> tuple[Tensor, Tensor] | None:
         """Both in one kernel, where there is one and the scores are few: the same groups and blocks."""
@@ -202,12 +203,11 @@ class Query:
             return found[0]
         pool = blocks_nB.shape[1] * self.indexer.block
         step = max(1, min(ROW_TILE, GROUP_TILE * ROW_TILE // max(1, pool)))
-        return torch.cat([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles(step)])
+        return joined([self._pool_tile(rows, blocks_nB[rows]) for rows in self._row_tiles(step)])
 
     def _pool_tile(self, rows: slice, blocks_nB: Tensor) -> Tensor:
         ix = self.indexer
-        at = blocks_nB[..., None] * ix.block + torch.arange(ix.block, device=blocks_nB.device)
-        at = at.masked_fill((blocks_nB[..., None] < 0) | (at >= self.visible[rows][:, None, None]), -1).flatten(1)
+        at = self.run.ops.pool_groups(blocks_nB, self.visible[rows], ix.block)
         kv = self.run.kv
         scores = kv.index_scores_at(self.source, self.seg, self.q[rows], self.w[rows], at)
         chosen = self.run.ops.topk_lowest(scores, min(ix.topk, scores.shape[1]))

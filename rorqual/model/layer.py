@@ -104,7 +104,7 @@ class Layer(nn.Module):
         out = run.record(f"{name}.attn_out", self.attn(inner, rows, carry, run), rows)
         x, inner, next_pre, post, comb = self.enter_sublayer("ffn", x, ffn_pre, (out, post, comb), rows, run)
         out = run.record(f"{name}.ffn_out", self.ffn(inner, rows, run, name), rows)
-        x = run.numerics.round(run.ops.hyper_expand(out, x, post, comb))
+        x = self.leave_sublayer(x, (out, post, comb), rows, run)
         if self.last or self.role.part is Part.DRAFT:
             x = run.record(f"{name}.x_out", x, rows)
         return x, run.record(f"{name}.pre_out", next_pre, rows)
@@ -146,6 +146,14 @@ class Layer(nn.Module):
             x, inner, pre, post, comb = (torch.cat(pair) for pair in zip(found, rest, strict=True))
             return x, inner, pre, post, comb
         return found
+
+    def leave_sublayer(self, x_TSD: Tensor, written: Written, rows: Rows, run: Run) -> Tensor:
+        """The streams [T, S, D] with what the layer's last sub-layer gave; x is the layer's own, and may be written."""
+        out, post, comb = written
+        expand = run.ops.hyper_expand
+        if run.regions is not None and not rows.short_rows:
+            expand = run.regions.leave_long
+        return run.numerics.round(expand(out, x_TSD, post, comb))
 
     def _enter_by_op(
         self, kind: str, x_TSD: Tensor, pre_TS: Tensor, written: Written | None, rows: Rows, run: Run

@@ -18,6 +18,7 @@ from rorqual.model.ngram import compressed_token_map, identity_token_map
 from rorqual.model.numerics import Numerics
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Backend
+from rorqual.ops.memory import STEP_BYTES, keep_freed_memory
 
 
 def load(
@@ -30,6 +31,8 @@ def load(
     config: ModelConfig | None = None,
 ) -> Transformer:
     """Open a checkpoint in the release's layout and build its model; weights stay packed and memory-mapped.
+
+    On Linux the process keeps up to 256 MB of memory that it frees (`rorqual.ops.memory`).
 
     Args:
         path: folder with config.json (or inference_config.json), model.safetensors or shards with an index, and
@@ -60,6 +63,7 @@ def load(
         model = Transformer(config, checkpoint.scope(), mode, backend, token_map, page_tokens)
     checkpoint.assert_all_taken()
     model.tokenizer = tokenizer
+    keep_freed_memory(STEP_BYTES)
     return model.eval().requires_grad_(False)
 
 

@@ -80,13 +80,15 @@ class MoE(nn.Module):
         return self._packed or None
 
     def _by_op(self, x_TD: Tensor, rows: Rows, run: Run, name: str) -> Tensor:
-        total = torch.zeros_like(x_TD, dtype=torch.float32)
+        # Many rows: the shared expert is one more for all of them, which rounds in the same places and spares a pass.
+        together = self.shared if run.regions is not None and not rows.short_rows else None
         if self.experts:
             index, weight = self.route(x_TD, rows, run, name)
-            total = run.ops.experts(
-                x_TD.float(), index, weight, self.w1, self.w2, self.w3, self.limit, rows.short_rows, run.numerics.native
-            )
-        if self.shared is not None:
+            chosen, how = (index, weight, self.w1, self.w2, self.w3), (self.limit, rows.short_rows, run.numerics.native)
+            total = run.ops.experts(x_TD.float(), *chosen, *how, *(() if together is None else (together,)))
+        else:
+            together, total = None, torch.zeros_like(x_TD, dtype=torch.float32)
+        if self.shared is not None and together is None:
             total = total + self._shared(x_TD, rows, run).float()
         return run.numerics.round(total)
 
@@ -121,11 +123,6 @@ class MoE(nn.Module):
     def _shared(self, x_TD: Tensor, rows: Rows, run: Run) -> Tensor:
         assert self.shared is not None
         w1, w2, w3 = self.shared
-        if run.regions is not None and not rows.short_rows:
-            # Many rows: an expert that every row chose, with a weight of one, rounds in the same places.
-            index, weight = torch.zeros(len(rows), 1, dtype=torch.int64), torch.ones(len(rows), 1)
-            one = [w1], [w2], [w3]
-            return run.ops.experts(x_TD.float(), index, weight, *one, self.limit, 0, run.numerics.native)
         g, u = run.linear(x_TD, w1, rows).float(), run.linear(x_TD, w3, rows).float()
         gated = by_row(lambda gu: swiglu(gu[:, 0], gu[:, 1], self.limit), torch.stack((g, u), 1), rows.short_rows)
         return run.linear(run.numerics.round(gated), w2, rows)

@@ -30,7 +30,7 @@ from rorqual.formats import codec
 from rorqual.formats.codec import Packed
 from rorqual.formats.spec import FORMATS, NumberFormat
 from rorqual.log import logger
-from rorqual.ops.reference import attention, experts, gather, hyper, index_scores, linear, norm, rope, topk
+from rorqual.ops.reference import attention, experts, gather, hyper, index_scores, linear, norm, pool, rope, topk
 
 if TYPE_CHECKING:
     from rorqual.ops.cpu import Path
@@ -62,6 +62,8 @@ class Regions:
     """`model.layer.Layer.enter_sublayer`."""
     enter_long: Callable[..., tuple[Tensor, ...]]
     """The same of long segments, which need not have the row kernel's bits."""
+    leave_long: Callable[..., Tensor]
+    """`model.layer.Layer.leave_sublayer` of long segments."""
     window: Callable[..., Tensor | None]
     """`model.kv.PagedKV.window`."""
     pack_engram: Callable[..., Any]
@@ -104,6 +106,7 @@ class Ops:
     index_scores: Callable[..., Tensor]
     index_scores_at: Callable[..., Tensor]
     topk_lowest: Callable[..., Tensor]
+    pool_groups: Callable[..., Tensor]
     sparse_attention: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     grouped_linear: Callable[..., Tensor]
@@ -127,6 +130,7 @@ def reference_ops() -> Ops:
         index_scores=index_scores.index_scores,
         index_scores_at=index_scores.index_scores_at,
         topk_lowest=topk.topk_lowest,
+        pool_groups=pool.pool_groups,
         sparse_attention=attention.sparse_attention,
         linear=linear.linear,
         grouped_linear=linear.grouped_linear,
@@ -150,7 +154,7 @@ def fast_ops(path: Path | None = None) -> Ops:
     """
     # Numba and LLVM take half a second to import; who asks for plain ops does without.
     from rorqual.ops import cpu
-    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, rope, topk
+    from rorqual.ops.fast import attention, codec, experts, gather, hyper, index_scores, linear, norm, pool, rope, topk
 
     path = cpu.best_path() if path is None else cpu.check_path(path)
     return Ops(
@@ -161,6 +165,7 @@ def fast_ops(path: Path | None = None) -> Ops:
         index_scores=partial(index_scores.index_scores, path=path),
         index_scores_at=partial(index_scores.index_scores_at, path=path),
         topk_lowest=topk.topk_lowest,
+        pool_groups=pool.pool_groups,
         sparse_attention=partial(attention.sparse_attention, path=path),
         linear=partial(linear.linear, path=path),
         grouped_linear=partial(linear.grouped_linear, path=path),
@@ -204,6 +209,7 @@ def _regions(path: Path) -> Regions | None:
         pack_mix=hyper_rows.MixRows.of,
         enter=hyper_rows.enter,
         enter_long=hyper_panels.enter,
+        leave_long=hyper_panels.leave,
         window=window.window_rows,
         pack_engram=engram_rows.EngramRows.of,
         engram=engram_rows.engram_rows,
@@ -274,6 +280,7 @@ def _steps() -> list[Callable[[], None]]:
         moe_rows,
         ngram_rows,
         norm,
+        pool,
         rope,
         topk,
         window,
@@ -296,7 +303,7 @@ def _steps() -> list[Callable[[], None]]:
         ngram_rows,
     )
     by_path = (module.kernels(path) for module in (*ops, *regions))
-    kernels = itertools.chain(*by_path, experts.kernels(path), norm.KERNELS, hyper.KERNELS, rope.KERNELS)
+    kernels = itertools.chain(*by_path, experts.kernels(path), norm.KERNELS, hyper.KERNELS, rope.KERNELS, pool.KERNELS)
     return [*(kernel.compile for kernel in kernels), *(partial(_warm_codec, fmt) for fmt in FORMATS.values())]
 
 

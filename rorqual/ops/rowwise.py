@@ -6,7 +6,7 @@ depends on the shape of the whole tensor. So rows that must not depend on their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,4 +19,9 @@ def by_row(function: Callable[[Tensor], Tensor], x: Tensor, short_rows: int) -> 
     results = [function(row.contiguous()) for row in x[:short_rows].split(1)] if short_rows else []
     if x.shape[0] > short_rows or not results:
         results.append(function(x[short_rows:]))
-    return torch.cat(results)
+    return joined(results)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts one after the other; one alone as it is, without the copy that `torch.cat` makes."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

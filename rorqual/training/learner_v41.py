@@ -20,6 +20,7 @@ from rorqual.model.run import Run
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Backend, Ops, reference_ops
+from rorqual.ops.memory import keep_freed_memory
 from rorqual.training.attend import PLAIN, Softmax
 from rorqual.training.batch import IGNORE, Packed
 from rorqual.training.draft import draft_losses
@@ -198,6 +199,6 @@ def _operations(fast: bool, device: torch.device) -> tuple[Ops, FakeQuantize, So
     # Numba takes half a second to import; plain training does without.
     from rorqual.ops.fast import train_attend, train_codec, train_ops
 
-    train_ops.keep_freed_memory()
+    keep_freed_memory()
     softmax = Softmax(train_attend.joint_softmax, train_attend.joint_softmax_backward)
     return train_ops.training_ops(), train_codec.fake_quantize, softmax, train_codec.fake_quantize_weight

@@ -120,12 +120,29 @@ def test_entering_a_sublayer_with_many_rows(models: dict[str, Transformer], nume
 
 
 @NUMERICS
+def test_leaving_a_layer_with_many_rows_gives_the_bits_of_the_ops(
+    models: dict[str, Transformer], numerics: str
+) -> None:
+    model = models[numerics]
+    copies, hidden = model.config.hc_mult, model.config.hidden_size
+    layer, run = layers(model)[1], run_of(model)
+    watched = replace(run, ops=replace(run.ops, regions=None))
+    for count, short in ((33, 0), (75, 0), (60, 7)):
+        rows = rows_of(model, count, short)
+        x, out = some(model, count, copies, hidden), some(model, count, hidden, seed=1)
+        written = out, torch.rand(count, copies), torch.rand(count, copies, copies)
+        expected = layer.leave_sublayer(x, written, rows, watched)
+        found = layer.leave_sublayer(x, written, rows, run)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@NUMERICS
 def test_the_shared_expert_of_many_rows(models: dict[str, Transformer], numerics: str) -> None:
     model, count = models[numerics], 80
     rows, run = rows_of(model, count, 0), run_of(model)
     x, layer = some(model, count, model.config.hidden_size), layers(model)[1].ffn
     watched = replace(run, ops=replace(run.ops, regions=None))
-    found, expected = layer._shared(x, rows, run).float(), layer._shared(x, rows, watched).float()
+    found, expected = layer._by_op(x, rows, run, "x").float(), layer._by_op(x, rows, watched, "x").float()
     tolerance = 1e-5 if numerics == "fp32" else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 

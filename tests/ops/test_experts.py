@@ -174,6 +174,20 @@ def test_one_expert_for_all_rows(op: Experts) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("short_rows", [0, 3, 80])
+def test_a_shared_expert_is_one_more_for_every_row(op: Experts, kind: str, native: bool, short_rows: int) -> None:
+    """To the bit, whatever its kind and shape: it is added after the chosen ones."""
+    layer, other, rows = make_layer(kind), make_layer("fp8", count=1, inner=64), make_rows(80)
+    shared = other.w1[0], other.w2[0], other.w3[0]
+    weights = layer.w1, layer.w2, layer.w3
+    found = op(rows.x, rows.index, rows.weight, *weights, 1.0, short_rows, native, shared)
+    every = Rows(rows.x, torch.zeros(80, 1, dtype=torch.int64), torch.ones(80, 1))
+    expected = layer.run(op, rows, short_rows, native) + other.run(op, every, short_rows, native)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_passes_do_not_change_short_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows = make_layer(kind), make_rows(50)
     whole = layer.run(fast.experts, rows, 20, True)

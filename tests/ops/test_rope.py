@@ -22,6 +22,9 @@ def test_the_bits_of_the_plain_twin(shape: tuple[int, ...], width: int, dtype: t
         expected = plain_rotate(x, (angles.cos(), angles.sin()), inverse=inverse)
         assert found.dtype == torch.float32 and torch.equal(found, expected)
         assert torch.equal(x, kept), "the input is not written"
+        spent = rotate(x, (angles.cos(), angles.sin()), inverse=inverse, overwrite=True)
+        assert torch.equal(spent, expected)
+        x = kept
 
 
 def test_a_view_is_rotated_as_its_values() -> None:

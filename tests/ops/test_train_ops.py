@@ -327,10 +327,3 @@ def test_no_thread_count_changes_a_bit() -> None:
         used, found[threads] = done.stdout.split()
         assert used == threads
     assert found["1"] == found["2"]
-
-
-def test_freed_memory_is_kept_where_the_platform_can() -> None:
-    """In a process of its own: the setting cannot be taken back."""
-    script = "from rorqual.ops.fast.train_ops import keep_freed_memory as keep; print(keep(), keep())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() in (["True"] * 2, ["False"] * 2), done.stderr

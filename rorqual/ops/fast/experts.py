@@ -25,7 +25,7 @@ from rorqual.formats.weights import TILE, Weight
 from rorqual.ops.cpu import Path
 from rorqual.ops.fast import expert_panels
 from rorqual.ops.fast.expert_panels import hidden_panels
-from rorqual.ops.fast.kernel import Kernel, kernel, refuse_gradients
+from rorqual.ops.fast.kernel import Kernel, inlined, kernel, refuse_gradients
 from rorqual.ops.fast.linear import (
     GEMM_ROWS,
     addresses_of,
@@ -41,7 +41,8 @@ from rorqual.ops.fast.linear import (
 from rorqual.ops.fast.panels import multiply_panels, pack_panels, places
 from rorqual.ops.fast.row_kernels import pack_row, part, round_bf16
 from rorqual.ops.fast.row_vectors import FP32, Array
-from rorqual.ops.fast.vectors import LANES
+from rorqual.ops.fast.vectors import LANES, add, load, splat, store
+from rorqual.ops.fast.vectors import round_bf16 as round_vector
 
 PASS_BYTES = 256 << 20
 """Outputs of pairs held at once, before their sum."""
@@ -91,17 +92,37 @@ def _activate(
             finite_P[p] = pack_row(row_I, paired, quantise, hidden_PI[p])
 
 
-@kernel("void(float32[:, ::1], int64[:, ::1], boolean, float32[:, ::1], int64)", parallel=True)
-def _combine(y_PD: Any, pair_Tk: Any, native: Any, out_TD: Any, parts: Any) -> None:
-    """out[t] = sum over slots, from the first, of y[pair_Tk[t, slot]]."""
+@inlined
+def _sum_slots(y: Any, pair_Tk: Any, shared: Any, t: Any, at: Any, width: Any, native: Any) -> Any:
+    """Sixteen channels of one row's sum."""
+    total = splat(_F32(0))
+    for slot in range(pair_Tk.shape[1]):
+        value = load(y, pair_Tk[t, slot] * width + at)
+        total = add(total, round_vector(value) if native else value)
+    if shared.size:
+        value = load(shared, t * width + at)
+        total = add(total, round_vector(value) if native else value)
+    return total
+
+
+@kernel("void(float32[::1], int64[:, ::1], float32[::1], boolean, float32[::1], int64)", parallel=True)
+def _combine(y: Any, pair_Tk: Any, shared: Any, native: Any, out: Any, parts: Any) -> None:
+    """out[t] = sum over slots, from the first, of y[pair_Tk[t, slot]], then shared[t], where there is one."""
+    rows = pair_Tk.shape[0]
+    width = out.size // rows
     for share in prange(parts):
-        for t in range(out_TD.shape[0] * share // parts, out_TD.shape[0] * (share + 1) // parts):
-            for i in range(out_TD.shape[1]):
+        for t in range(rows * share // parts, rows * (share + 1) // parts):
+            for i in range(0, width // LANES * LANES, LANES):
+                store(out, t * width + i, _sum_slots(y, pair_Tk, shared, t, i, width, native))
+            for i in range(width // LANES * LANES, width):
                 total = _F32(0)
                 for slot in range(pair_Tk.shape[1]):
-                    y = y_PD[pair_Tk[t, slot], i]
-                    total += round_bf16(y) if native else y
-                out_TD[t, i] = total
+                    value = y[pair_Tk[t, slot] * width + i]
+                    total += round_bf16(value) if native else value
+                if shared.size:
+                    value = shared[t * width + i]
+                    total += round_bf16(value) if native else value
+                out[t * width + i] = total
 
 
 def kernels(path: Path) -> tuple[Kernel, ...]:
@@ -119,19 +140,32 @@ def experts(
     limit: float,
     short_rows: int,
     native: bool,
+    shared: Sequence[Weight] | None = None,
     *,
     path: Path | None = None,
 ) -> Tensor:
-    """As the plain `experts`, without gradients. All experts have one kind and shape. `path` as in `linear`."""
+    """As the plain `experts`, without gradients. All experts have one kind and shape, which the shared one need not
+    have. `path` as in `linear`."""
     refuse_gradients(x_TK, routing_weight_Tk)
     layer = _Layer(w1=w1, w2=w2, w3=w3, limit=limit, native=native, path=path)
+    every = None
+    if shared is not None:
+        gate, down, up = ([weight] for weight in shared)
+        every = _Layer(w1=gate, w2=down, w3=up, limit=limit, native=native, path=path)
     x_TK = x_TK.detach().to(torch.float32).contiguous()
     index_Tk = expert_index_Tk.contiguous().numpy()
     weight_Tk = routing_weight_Tk.detach().to(torch.float32).contiguous().numpy()
     out_TD = torch.empty(x_TK.shape[0], w2[0].shape[0])
-    for rows, short in _passes(x_TK.shape[0], short_rows, 4 * index_Tk.shape[1] * out_TD.shape[1]):
-        layer.run(x_TK[rows], index_Tk[rows], weight_Tk[rows], out_TD[rows].numpy(), short)
+    held = index_Tk.shape[1] + (every is not None)
+    for rows, short in _passes(x_TK.shape[0], short_rows, 4 * held * out_TD.shape[1]):
+        y_PD, pair_Tk = layer.outputs(x_TK[rows], index_Tk[rows], weight_Tk[rows], short)
+        also = _NONE if every is None else every.of_all(x_TK[rows], short).reshape(-1)
+        parts = parts_of(y_PD.size)
+        _combine(y_PD.reshape(-1), pair_Tk, also, native, out_TD[rows].view(-1).numpy(), parts, tasks=parts)
     return out_TD
+
+
+_NONE = np.empty(0, np.float32)
 
 
 class _Sorted(NamedTuple):
@@ -168,8 +202,17 @@ class _Layer:
     native: bool
     path: Path | None
 
-    def run(self, x_TK: Tensor, index_Tk: Array, weight_Tk: Array, out_TD: Array, short: bool) -> None:
-        """One pass; short: no expert takes its rows together."""
+    def of_all(self, x_TK: Tensor, short: bool) -> Array:
+        """Outputs [T, D] of the one expert there is, which every row takes with a weight of one."""
+        rows = len(x_TK)
+        y_TD, _ = self.outputs(x_TK, np.zeros((rows, 1), np.int64), np.ones((rows, 1), np.float32), short)
+        return y_TD
+
+    def outputs(self, x_TK: Tensor, index_Tk: Array, weight_Tk: Array, short: bool) -> tuple[Array, Array]:
+        """One pass: outputs of all pairs [P, D], and which of them is each row's and slot's [T, k].
+
+        short: no expert takes its rows together.
+        """
         index, count = index_Tk.reshape(-1), len(self.w1)
         assert not len(index) or (index.min() >= 0 and index.max() < count), "expert indices are out of range"
         panels = not short and self._fit_panels()
@@ -180,7 +223,7 @@ class _Layer:
         chosen, first = np.unique(key[order], return_index=True)
         pairs = _Sorted(chosen % count, first, np.append(first[1:], len(order)))
         row_P, weight_P = order // index_Tk.shape[1], weight_Tk.reshape(-1)[order]
-        y_PD = np.empty((len(order), out_TD.shape[1]), np.float32)
+        y_PD = np.empty((len(order), self.w2[0].shape[0]), np.float32)
         few = int(np.searchsorted(chosen, count))
         for some, run in (
             (pairs.cut(slice(few)), self._by_rows),
@@ -190,8 +233,7 @@ class _Layer:
                 run(some, x_TK, row_P, weight_P, y_PD)
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
-        parts = parts_of(y_PD.size)
-        _combine(y_PD, place.reshape(index_Tk.shape), self.native, out_TD, parts, tasks=parts)
+        return y_PD, place.reshape(index_Tk.shape)
 
     def _fit_panels(self) -> bool:
         whole = self.w1[0].shape[0] % LANES == 0

@@ -1,4 +1,5 @@
-"""What stands between two sub-layers of many rows, in one pass over the streams: `hyper_rows.enter` for long segments.
+"""What stands between two sub-layers of many rows, in one pass over the streams: `hyper_rows.enter` for long segments,
+and the end of a layer.
 
 A thread takes thirty-two rows at a time: it adds what the last sub-layer gave, turns the rows to two panels, multiplies
 them with the mix, and while they are still in its cache makes their coefficients, sixteen rows side by side, and the
@@ -158,9 +159,24 @@ def _enter(x, out, written, pre, mix, settings, form, sizes, native, y, mixed, i
                 norm_row(inner[t * width : (t + 1) * width], norm_D, eps, native)
 
 
+@kernel("void(float32[::1], float32[::1], float32[::1], float32[::1], UniTuple(int64, 3), int64)", parallel=True)
+def _leave(out, x, post, comb, sizes, parts):
+    """One row at a time goes to a thread's room, and its streams come back to where it was."""
+    rows, n, width = sizes
+    k = n * width
+    for share in prange(parts):
+        room = np.empty(k, np.float32)
+        for t in range(rows * share // parts, rows * (share + 1) // parts):
+            room[:] = x[t * k : (t + 1) * k]
+            out_D, to = out[t * width : (t + 1) * width], x[t * k : (t + 1) * k]
+            post_n, comb_nn = post[t * n : (t + 1) * n], comb[t * n * n : (t + 1) * n * n]
+            for copy in range(n):
+                expand_vectors(out_D, room, post_n, comb_nn, 0, n, copy, width, to)
+
+
 def kernels(path: Path | None = None) -> tuple[Kernel, ...]:
-    """What `enter` runs on `path`."""
-    return (_enter,) if has_vectors(path) else ()
+    """What `enter` and `leave` run on `path`."""
+    return (_enter, _leave) if has_vectors(path) else ()
 
 
 def enter(
@@ -189,6 +205,16 @@ def enter(
     mixed = tuple(tensor.view(-1).numpy() for tensor in (pre, post, comb))
     _enter(*given, streams.view(-1).numpy(), mixed, inner.view(-1).numpy(), room, parts, tasks=parts)
     return Entered(streams, inner, pre, post, comb)
+
+
+def leave(out_TD: Tensor, x_TnD: Tensor, post_Tn: Tensor, comb_Tnn: Tensor) -> Tensor:
+    """As `hyper.hyper_expand`, bit for bit, for streams that nobody reads afterwards: fp32 ones are written over."""
+    refuse_gradients(out_TD, x_TnD, post_Tn, comb_Tnn)
+    streams, (rows, n, width) = x_TnD.detach().to(torch.float32).contiguous(), x_TnD.shape
+    parts = parts_of(streams.numel() * n)
+    given = _flat(out_TD), streams.view(-1).numpy(), _flat(post_Tn), _flat(comb_Tnn)
+    _leave(*given, (rows, n, width), parts, tasks=parts)
+    return streams
 
 
 _NONE = np.empty(0, np.float32)

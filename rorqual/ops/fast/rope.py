@@ -1,4 +1,4 @@
-"""Numba twin of `rorqual.ops.reference.rope`, the same bits: one pass over the values."""
+"""Numba twin of `rorqual.ops.reference.rope`, the same bits: one pass over the values, or over those that turn."""
 
 # Kernels are typed by their Numba signatures.
 # mypy: allow-untyped-defs
@@ -26,8 +26,11 @@ def _swapped(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(x, x, pick([lane ^ 1 for lane in range(LANES)]))
 
 
-@kernel("void(float32[::1], float32[:, ::1], float32[:, ::1], float32, int64, float32[::1], int64)", parallel=True)
-def _rotate(x, cos, sin, sign, channels, out, parts):
+@kernel(
+    "void(float32[::1], float32[:, ::1], float32[:, ::1], float32, int64, boolean, float32[::1], int64)", parallel=True
+)
+def _rotate(x, cos, sin, sign, channels, here, out, parts):
+    """here: out is x itself, whose other channels stay as they are."""
     rows, width = cos.shape[0], 2 * cos.shape[1]
     each = x.size // rows
     for share in prange(parts):
@@ -38,8 +41,13 @@ def _rotate(x, cos, sin, sign, channels, out, parts):
                 c[2 * j] = c[2 * j + 1] = cos[t, j]
                 s[2 * j], s[2 * j + 1] = -(sign * sin[t, j]), sign * sin[t, j]
             for at in range(t * each, (t + 1) * each, channels):
-                out[at : at + channels - width] = x[at : at + channels - width]
                 first = at + channels - width
+                if not here:
+                    whole = (channels - width) // LANES * LANES
+                    for i in range(at, at + whole, LANES):
+                        store(out, i, load(x, i))
+                    for i in range(at + whole, first):
+                        out[i] = x[i]
                 for i in range(0, width, LANES):
                     values = load(x, first + i)
                     turned = add(multiply(values, load(c, i)), multiply(_swapped(values), load(s, i)))
@@ -49,15 +57,17 @@ def _rotate(x, cos, sin, sign, channels, out, parts):
 KERNELS = (_rotate,)
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False) -> Tensor:
     """As the plain `rotate`, bit for bit, which also takes what is not on a CPU and other widths. No gradients."""
     cos, sin = cos_sin
     if x.device.type != "cpu" or cos.shape[1] % (LANES // 2) or not x.numel():
         return plain_rotate(x, cos_sin, inverse=inverse)
     refuse_gradients(x)
     values = x.detach().to(torch.float32).contiguous()
-    out, parts = torch.empty(x.shape), parts_of(values.numel())
-    sign = np.float32(-1 if inverse else 1)
+    # What was converted or made contiguous is a copy, and may be written whoever owns x.
+    out = values if overwrite or values.data_ptr() != x.data_ptr() else torch.empty(x.shape)
+    sign, parts = np.float32(-1 if inverse else 1), parts_of(values.numel())
     angles = (cos.contiguous().numpy(), sin.contiguous().numpy())
-    _rotate(values.view(-1).numpy(), *angles, sign, x.shape[-1], out.view(-1).numpy(), parts, tasks=parts)
+    flat, to = values.view(-1).numpy(), out.view(-1).numpy()
+    _rotate(flat, *angles, sign, x.shape[-1], out is values, to, parts, tasks=parts)
     return out

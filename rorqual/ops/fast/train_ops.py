@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from dataclasses import replace
 
 from rorqual.ops.dispatch import Ops, reference_ops
@@ -15,9 +13,6 @@ from rorqual.ops.fast import (
     train_linear,
     train_rows,
 )
-
-_MALLOC_TRIM_THRESHOLD, _MALLOC_MMAP_THRESHOLD = -1, -3
-_LARGEST_REUSED = 1 << 30
 
 
 def training_ops() -> Ops:
@@ -41,19 +36,3 @@ def training_ops() -> Ops:
         hyper_collapse=train_hyper.hyper_collapse,
         hyper_expand=train_hyper.hyper_expand,
     )
-
-
-def keep_freed_memory() -> bool:
-    """Let the C library keep what it frees, for the rest of the process; False where it cannot be told.
-
-    glibc hands every block of 32 MB and more back to the system at once, and the next one is zeroed page by page: of a
-    large elementwise op that is most of its time. A step's tensors have the sizes of the last step's; kept, they are
-    reused. The process then holds its peak until it ends.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return False
-    reused = bool(set_option(_MALLOC_MMAP_THRESHOLD, _LARGEST_REUSED))
-    return bool(set_option(_MALLOC_TRIM_THRESHOLD, 2**31 - 1)) and reused

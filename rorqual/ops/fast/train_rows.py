@@ -125,8 +125,8 @@ def rms_norm(x_TK: Tensor, weight_K: Tensor, eps: float, native: bool) -> Tensor
     return y.view(x_TK.shape).to(x_TK.dtype)
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
-    """As `rorqual.ops.reference.rope.rotate`, gradient for x alone."""
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False) -> Tensor:
+    """As `rorqual.ops.reference.rope.rotate`, gradient for x alone; x is never written."""
     heads = x.shape[1:-1].numel()
     x_THK = x.float().reshape(x.shape[0], heads, x.shape[-1])
     turned: Tensor = _apply_rotation(x_THK, *cos_sin, -1.0 if inverse else 1.0)

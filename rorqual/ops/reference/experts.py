@@ -25,6 +25,7 @@ def experts(
     limit: float,
     short_rows: int,
     native: bool,
+    shared: Sequence[Weight] | None = None,
 ) -> Tensor:
     """sum over slots of w2(silu(min(g, limit)) * clamp(u, +-limit) * routing weight), g = w1 x, u = w3 x; fp32 [T, K].
 
@@ -42,6 +43,7 @@ def experts(
         limit: 0 for no clamp.
         short_rows: leading rows whose bits must not depend on the others.
         native: SPEC 3 numerics.
+        shared: w1, w2 and w3 of an expert that every row takes, with a weight of one, added after the others.
     """
     mlp = _ExpertMlp(w1=w1, w2=w2, w3=w3, limit=limit, native=native)
     rows = [
@@ -50,7 +52,12 @@ def experts(
     ]
     if x_TK.shape[0] > short_rows or not rows:
         rows.append(_grouped_rows(mlp, x_TK[short_rows:], expert_index_Tk[short_rows:], routing_weight_Tk[short_rows:]))
-    return torch.cat(rows)
+    total_TK = torch.cat(rows)
+    if shared is None:
+        return total_TK
+    count, (gate, down, up) = x_TK.shape[0], shared
+    all_T1 = expert_index_Tk.new_zeros(count, 1), routing_weight_Tk.new_ones(count, 1)
+    return total_TK + experts(x_TK, *all_T1, [gate], [down], [up], limit, short_rows, native)
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

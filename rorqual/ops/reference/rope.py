@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False, overwrite: bool = False) -> Tensor:
     """Rotate the trailing D channels of x [T, ..., C] by the row's angle (back again when `inverse`); fp32 result.
 
     D is twice the width of cos. Pair j is channels (C - D + 2j, C - D + 2j + 1).
+
+    overwrite: nobody reads x afterwards, so that it may hold the result. This function leaves it as it is.
     """
     cos, sin = cos_sin
     shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
