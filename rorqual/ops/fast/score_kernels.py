@@ -26,6 +26,7 @@ from rorqual.ops.fast.decode import (
     CODE_BYTES,
     E8M0,
     ENTRIES,
+    LINE,
     REGION,
     SCALE_BYTES,
     decode_row,
@@ -85,6 +86,13 @@ def reach(visible, keys, row, start, n):
 
 
 @inlined
+def _ask(pool, first, count):
+    """Ask for the cache lines of bytes that are read soon."""
+    for at in range(first, first + count, LINE):
+        prefetch(pool, at)
+
+
+@inlined
 def find(unit, rows, region, keys, visible, codes_at, scales_at):
     """Where the keys of a piece of work stand that some row of it sees, -1 where an index is; how many there are.
 
@@ -105,19 +113,21 @@ def find(unit, rows, region, keys, visible, codes_at, scales_at):
             group = index[first * count + start + i]
             if group >= 0:
                 codes_at[i], scales_at[i] = locate(geometry, table, group)
+                prefetch(pool, codes_at[i])
+                prefetch(pool, scales_at[i])
     else:
         i, entries = 0, geometry[ENTRIES]
         while i < most:
             page = (group0 + start + i) // entries
             slot = group0 + start + i - page * entries
             codes, scales = locate_slot(geometry, table[page], slot)
-            for j in range(min(most - i, entries - slot)):
+            run = min(most - i, entries - slot)
+            for j in range(run):
                 codes_at[i + j] = codes + j * geometry[CODE_BYTES]
                 scales_at[i + j] = scales + j * geometry[SCALE_BYTES]
-            i += entries - slot
-    for i in range(most):
-        prefetch(pool, codes_at[i])
-        prefetch(pool, scales_at[i])
+            _ask(pool, scales, run * geometry[SCALE_BYTES])
+            _ask(pool, codes, run * geometry[CODE_BYTES])
+            i += run
     return most
 
 
