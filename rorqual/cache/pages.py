@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rorqual.cache.memory import zeros_in_large_pages
 from rorqual.formats.codec import Packed
 from rorqual.formats.spec import NumberFormat
 from rorqual.layout import KVLayout, SourceRegion
@@ -20,7 +21,7 @@ class GlobalPages:
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str = "cpu") -> None:
         self.layout = layout
-        self.pool = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.pool = zeros_in_large_pages(num_pages, layout.page_bytes, device=device)
         self.main: dict[int, PagedRegion] = {}
         self.index: dict[int, PagedRegion] = {}
         for source in layout.sources:

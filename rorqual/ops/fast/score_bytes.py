@@ -42,15 +42,19 @@ from rorqual.ops.fast.byte_tiles import (
     weigh_integers,
     word_at,
 )
-from rorqual.ops.fast.decode import CODE_BYTES, E8M0
-from rorqual.ops.fast.kernel import allocating, inlined, kernel
-from rorqual.ops.fast.score_kernels import HIDDEN, KEYS, SIGNATURE, find, reach, row_scores, unit_of, units
+from rorqual.ops.fast.decode import CODE_BYTES, E8M0, LINE
+from rorqual.ops.fast.kernel import allocating, inlined, kernel, spliced
+from rorqual.ops.fast.score_kernels import HIDDEN, KEYS, SIGNATURE, ask, find, reach, row_scores, unit_of, units
 from rorqual.ops.fast.tiles import WIDE, weigh, write_lane_sums, zeros
 from rorqual.ops.fast.vectors import LANES
 
 STEPS = 4
 """Steps of four bytes in half a block."""
-LEVEL_ROWS, LEVEL_VECS = 8, 2
+AHEAD = 2
+"""Pieces of work whose keys are asked of memory before they are read: one is done sooner than memory answers."""
+LEVEL_ROWS, LEVEL_VECS = 12, 2
+LEVEL_WIDTH = 2 * TOGETHER * LANES
+"""Channels of level keys."""
 BLOCK_ROWS, BLOCK_VECS = (4, 2) if WIDE else (2, 1)
 
 LEAST_WEIGHT, MOST_WEIGHT = np.float32(2.0**-40), np.float32(2.0**30)
@@ -160,22 +164,31 @@ def _level_panels(vecs: int) -> Any:
     start, dot = start_rows(LEVEL_ROWS, vecs), dot_bytes(VNNI, LEVEL_ROWS, vecs)
     tile_weigh = weigh_integers(LEVEL_ROWS, vecs)
 
-    @inlined
-    def panels(lanes, keys, key, turned, panel, blocks, native):
+    @spliced
+    def panels(lanes, keys, key, turned, panel, native):
         q, _, _, wholes, weights = turned
-        half = blocks * LANES
-        q_at, q_vec = panel * half * 2 * LANES, half * 2 * LANES
+        q_at, q_vec = panel * LEVEL_WIDTH * LANES, LEVEL_WIDTH * LANES
         dots = start(wholes, panel * LANES, LANES)
-        for b in range(blocks):
-            key_at = key * 2 * half + b * LANES
+        for b in range(TOGETHER):
+            key_at = key * LEVEL_WIDTH + b * LANES
             for step in range(STEPS):
-                dots = dot(dots, keys, key_at + step * 4, 2 * half, q, q_at + step * 64, q_vec)
+                dots = dot(dots, keys, key_at + step * 4, LEVEL_WIDTH, q, q_at + step * 64, q_vec)
             for step in range(STEPS):
-                dots = dot(dots, keys, key_at + half + step * 4, 2 * half, q, q_at + (STEPS + step) * 64, q_vec)
+                dots = dot(
+                    dots, keys, key_at + LEVEL_WIDTH // 2 + step * 4, LEVEL_WIDTH, q, q_at + (STEPS + step) * 64, q_vec
+                )
             q_at += 2 * STEPS * 64
         return tile_weigh(lanes, dots, weights, panel * LANES, native)
 
     return panels
+
+
+@allocating
+def _bytes(count):
+    """Scratch that begins with a cache line, so that no vector of it lies on two."""
+    room = np.empty(count + LINE, np.uint8)
+    start = -room.ctypes.data % LINE
+    return room[start : start + count]
 
 
 _level_wide, _level_narrow = _level_panels(LEVEL_VECS), _level_panels(1)
@@ -183,24 +196,26 @@ _level_lanes, _level_write = zeros(LEVEL_ROWS, 1), write_lane_sums(LEVEL_ROWS)
 
 
 @inlined
-def _level_scores(keys, n, turned, row, panels, blocks, native, found):
-    """Scores, but for their scales, of one level row against the first n level keys."""
+def _level_scores(keys, n, turned, row, panels, native, found, pool, ahead):
+    """Scores, but for their scales, of one level row against the first n level keys; asks as `row_scores`."""
     for key in range(0, n, LEVEL_ROWS):
+        ask(pool, ahead, key, key + LEVEL_ROWS)
         lanes = _level_lanes()
         p, last = row * panels, (row + 1) * panels
         while p < last:
             if p + LEVEL_VECS <= last:
-                lanes = _level_wide(lanes, keys, key, turned, p, blocks, native)
+                lanes = _level_wide(lanes, keys, key, turned, p, native)
                 p += LEVEL_VECS
             else:
-                lanes = _level_narrow(lanes, keys, key, turned, p, blocks, native)
+                lanes = _level_narrow(lanes, keys, key, turned, p, native)
                 p += 1
         _level_write(lanes, found, key, native)
 
 
 @inlined
-def _decode_keys(pool, blocks, level, codes_at, scales_at, many, apart, alike, words):
+def _decode_keys(pool, blocks, level, found_keys, apart, alike, words):
     """Keys to bytes: level ones to `alike` if wanted, others to `apart`; how many there are of each. -1 is left out."""
+    codes_at, scales_at, many = found_keys
     keys, scales, places = apart
     level_bytes, level_scales, level_places = alike
     own, least, shifts = words
@@ -239,36 +254,44 @@ def _task(products: Products, rows_wide: tuple[int, int], levels: bool) -> Any:
         panels, blocks, count = w.size // (rows * LANES), geometry[CODE_BYTES] // LANES, keys[2]
         width = blocks * 2 * LANES
         places, level_places = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
-        apart = (np.empty(KEYS * width, np.uint8), np.empty(KEYS * blocks, np.float32), places)
-        alike = (np.empty(KEYS * width, np.uint8), np.empty(KEYS, np.float32), level_places)
+        apart = (_bytes(KEYS * width), np.empty(KEYS * blocks, np.float32), places)
+        alike = (_bytes(KEYS * width), np.empty(KEYS, np.float32), level_places)
         words = (np.empty(KEYS, np.int32), np.empty(KEYS, np.int32), np.empty(KEYS, np.int32))
         found, held = np.empty(KEYS, np.float32), (apart[0], apart[1])
-        codes_at, scales_at = np.empty(2 * KEYS, np.int64), np.empty(2 * KEYS, np.int64)
-        # Keys are found, and asked of memory, one piece ahead.
-        at, many = 0, find(first_unit, rows, region, keys, visible, codes_at[:KEYS], scales_at[:KEYS])
-        for unit in range(first_unit, units(rows, keys), tasks):
+        codes_at, scales_at = np.empty((AHEAD + 1, KEYS), np.int64), np.empty((AHEAD + 1, KEYS), np.int64)
+        many = np.empty(AHEAD + 1, np.int64)
+        # Keys are found some pieces ahead, and their codes asked for between tiles: a core waits for sixteen cache
+        # lines at most, so that more of them at once would hold up the arithmetic.
+        for i in range(AHEAD):
+            many[i] = find(first_unit + i * tasks, rows, region, keys, visible, codes_at[i], scales_at[i])
+        for i, unit in enumerate(range(first_unit, units(rows, keys), tasks)):
             first, last, start, n = unit_of(unit, rows, keys)
-            here, here_scales, present = codes_at[at : at + KEYS], scales_at[at : at + KEYS], many
-            at = KEYS - at
-            then, then_scales = codes_at[at : at + KEYS], scales_at[at : at + KEYS]
-            many = find(unit + tasks, rows, region, keys, visible, then, then_scales)
+            here, then = i % (AHEAD + 1), (i + AHEAD) % (AHEAD + 1)
+            many[then] = find(unit + AHEAD * tasks, rows, region, keys, visible, codes_at[then], scales_at[then])
             level = levels
             for row in range(first, last):
                 level = level and level_rows[row]
-            apart_n, level_n = _decode_keys(pool, blocks, level, here, here_scales, present, apart, alike, words)
+            found_keys = codes_at[here], scales_at[here], many[here]
+            apart_n, level_n = _decode_keys(pool, blocks, level, found_keys, apart, alike, words)
             for row in range(first, last):
                 seen = reach(visible, keys, row, start, n)
+                ahead = codes_at[then, : many[then] if row == first else 0]
                 row_out = out[row * count + start : row * count + start + n]
+                if level_n == seen and seen == n:  # every key, in its place
+                    _level_scores(alike[0], n, turned, row, panels, native, found, pool, ahead)
+                    for i in range(n):
+                        row_out[i] = found[i] * alike[1][i]
+                    continue
                 row_out[:] = HIDDEN
                 if seen <= 0:
                     continue
                 if levels and level_n > 0:
-                    _level_scores(alike[0], level_n, turned, row, panels, blocks, native, found)
+                    _level_scores(alike[0], level_n, turned, row, panels, native, found, pool, ahead)
                     for i in range(level_n):
                         if level_places[i] < seen:
                             row_out[level_places[i]] = found[i] * alike[1][i]
                 if apart_n > 0:
-                    block_scores(held, apart_n, turned, row, panels, w, blocks, native, found)
+                    block_scores(held, apart_n, turned, row, panels, w, blocks, native, found, pool, ahead[level_n:])
                     for i in range(apart_n):
                         if places[i] < seen:
                             row_out[places[i]] = found[i]
@@ -283,7 +306,7 @@ def _queries(products: Products, levels: bool) -> Any:
     @allocating
     def queries(query, rows, blocks):
         heads = query[2].size
-        q, shifts = np.empty(heads * blocks * 2 * LANES, np.int8), np.empty(blocks * LANES, np.int32)
+        q, shifts = _bytes(heads * blocks * 2 * LANES).view(np.int8), np.empty(blocks * LANES, np.int32)
         q_scales, corrections = np.empty(heads * blocks, np.float32), np.empty(heads * blocks, np.int32)
         turned = (q, q_scales, corrections, np.empty(heads, np.int32), np.empty(heads, np.float32))
         level_rows, panels = np.empty(rows, np.bool_), heads // rows // LANES

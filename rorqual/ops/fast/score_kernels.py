@@ -26,6 +26,7 @@ from rorqual.ops.fast.decode import (
     CODE_BYTES,
     E8M0,
     ENTRIES,
+    LINE,
     REGION,
     SCALE_BYTES,
     decode_row,
@@ -85,10 +86,17 @@ def reach(visible, keys, row, start, n):
 
 
 @inlined
+def ask(pool, codes_at, first, last):
+    """Ask for the codes of some of the keys that `find` found."""
+    for i in range(first, min(last, codes_at.size)):
+        prefetch(pool, codes_at[i])
+
+
+@inlined
 def find(unit, rows, region, keys, visible, codes_at, scales_at):
     """Where the keys of a piece of work stand that some row of it sees, -1 where an index is; how many there are.
 
-    Their cache lines are asked for. The others must not be read: their pages may hold anything. Past the last piece
+    Their scales are asked of memory. The others must not be read: their pages may hold anything. Past the last piece
     there are none.
     """
     pool, geometry, table, _ = region
@@ -105,19 +113,20 @@ def find(unit, rows, region, keys, visible, codes_at, scales_at):
             group = index[first * count + start + i]
             if group >= 0:
                 codes_at[i], scales_at[i] = locate(geometry, table, group)
+                prefetch(pool, scales_at[i])
     else:
         i, entries = 0, geometry[ENTRIES]
         while i < most:
             page = (group0 + start + i) // entries
             slot = group0 + start + i - page * entries
             codes, scales = locate_slot(geometry, table[page], slot)
-            for j in range(min(most - i, entries - slot)):
+            run = min(most - i, entries - slot)
+            for j in range(run):
                 codes_at[i + j] = codes + j * geometry[CODE_BYTES]
                 scales_at[i + j] = scales + j * geometry[SCALE_BYTES]
-            i += entries - slot
-    for i in range(most):
-        prefetch(pool, codes_at[i])
-        prefetch(pool, scales_at[i])
+            for line in range(scales, scales + run * geometry[SCALE_BYTES], LINE):
+                prefetch(pool, line)
+            i += run
     return most
 
 
@@ -155,7 +164,8 @@ def _vector_panels(vecs: int) -> Any:
 
 
 def row_scores(several: Any, one: Any, rows: int, vecs: int) -> Any:
-    """Part: scores of one row against the first n keys, `rows` of them at a time.
+    """Part: scores of one row against the first n keys, `rows` of them at a time; on the way it asks for the codes of
+    as many that stand at `ahead`.
 
     Args:
         several, one: parts that add the weighted dots of `vecs` panels, or of one, with a tile of keys to its lanes.
@@ -163,8 +173,9 @@ def row_scores(several: Any, one: Any, rows: int, vecs: int) -> Any:
     start_lanes, write = zeros(rows, 1), write_lane_sums(rows)
 
     @inlined
-    def scores(keys, n, q, row, panels, w, width, native, found):
+    def scores(keys, n, q, row, panels, w, width, native, found, pool, ahead):
         for key in range(0, n, rows):
+            ask(pool, ahead, key, key + rows)
             lanes = start_lanes()
             p, last = row * panels, (row + 1) * panels
             while p < last:
@@ -205,12 +216,14 @@ def _vector_task(task, tasks, query, q, keys, region, rows, native, out):
     codes_at, scales_at = np.empty(KEYS, np.int64), np.empty(KEYS, np.int64)
     for unit in range(task, units(rows, keys), tasks):
         first, last, start, n = unit_of(unit, rows, keys)
-        for i in range(find(unit, rows, region, keys, visible, codes_at, scales_at)):
+        many = find(unit, rows, region, keys, visible, codes_at, scales_at)
+        ask(region[0], codes_at, 0, many)
+        for i in range(many):
             if codes_at[i] >= 0:
                 decode_row(region, codes_at[i], scales_at[i], width, decoded, i * width)
         for row in range(first, last):
             seen = reach(visible, keys, row, start, n)
-            _vector_row(decoded, seen, q, row, panels, w, width, native, found)
+            _vector_row(decoded, seen, q, row, panels, w, width, native, found, region[0], codes_at[:0])
             emit(found, seen, n, keys, row, start, out)
 
 
