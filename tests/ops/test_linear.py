@@ -244,7 +244,7 @@ def test_weights_in_a_file_at_odd_places(op: Linear, kind: str, rows: int, tmp_p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guards a page with Linux's mprotect")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(11, 96), (8, 64), (9, 70)]))
+@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(11, 96), (8, 64), (9, 70), (21, 160)]))
 def test_nothing_past_a_weight_is_read(kind: str, path: cpu.Path, n: int, k: int) -> None:
     weight = make_weight(kind, n, k)
     fields = {name: getattr(weight, name) for name in ("tensor", "codes", "packed", "scales") if hasattr(weight, name)}
@@ -259,7 +259,7 @@ def test_nothing_past_a_weight_is_read(kind: str, path: cpu.Path, n: int, k: int
         guard = ctypes.c_void_p(array.ctypes.data + len(data))
         assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
         moved[name] = torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
-    for rows in (1, 2, 12, fast.GEMM_ROWS):
+    for rows in (1, 2, 12, fast.GEMM_ROWS + 1):
         x = make_rows(rows, k)
         y = fast.linear(x, type(weight)(**moved), 1, False, path=path)
         assert torch.equal(y, fast.linear(x, weight, 1, False, path=path))

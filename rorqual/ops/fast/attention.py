@@ -8,8 +8,8 @@ Three products and a softmax a row, all on sixteen heads or channels side by sid
     output    [H, C], slot by slot in order, window first
 
 Every number is one chain of operations in channel or slot order, and absent slots, which would add zero, are left out:
-a row's bits depend on nothing but the row. Of many rows each thread takes whole ones (`attention_rows`); of few, threads
-share the parts (`attention_parts`). `attention_plain` holds the loops that any CPU runs.
+a row's bits depend on nothing but the row. Of many rows each thread takes whole ones (`attention_rows`); of few,
+threads share the parts (`attention_parts`). `attention_plain` holds the loops that any CPU runs.
 
 Kernel arguments, arrays flat: q [T, H, C]; positions [T]; near (window keys [L, C], base, floor, W);
 region (`decode.region_arrays`) and topk [T, K], both empty for a window layer; sink [16 P].

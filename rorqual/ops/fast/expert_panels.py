@@ -97,7 +97,7 @@ def hidden_panels(
     room = room_of(int((spans[1] - spans[0]).max()), k, parts)
     form_of_result: tuple[Any, ...] = _F32(limit), native
     _gate_up(
-        form, *gates, *ups, inner, k, *spans, weight_P, *form_of_result, rows.x, rows.index, rows.plain, hidden,
+        form, *gates, *ups, inner, k, *spans, weight_P, *form_of_result, rows.x, rows.row, rows.plain, hidden,
         room, parts, tasks=parts,
     )  # fmt: skip
     return Rows(hidden, np.arange(len(weight_P)), paired, *spans)

@@ -119,8 +119,8 @@ class Rows(NamedTuple):
 
     x: Array
     """fp32 [T, K], flat."""
-    index: Array
-    """int64 [P]: the row of x of each product."""
+    row: Array
+    """int64 [P]: of x, for each product."""
     plain: bool
     """x is in plain order, also where weights are decoded in lane order."""
     first: Array
@@ -174,22 +174,8 @@ def multiply_panels(
     # A weight of few outputs is decoded again for each of some cuts of the rows, so that every thread has its share.
     cuts = 1 if parts == 1 or units >= 4 * parts else -(-4 * parts // units)
     room = room_of(int((last_J - first_J).max()), k, parts)
-    _multiply(
-        form,
-        *addresses,
-        n,
-        k,
-        first_J,
-        last_J,
-        rows.x,
-        rows.index,
-        rows.plain,
-        y_PN.reshape(-1),
-        room,
-        cuts,
-        parts,
-        tasks=parts,
-    )
+    inputs = form, *addresses, n, k, first_J, last_J, rows.x, rows.row, rows.plain
+    _multiply(*inputs, y_PN.reshape(-1), room, cuts, parts, tasks=parts)
 
 
 def room_of(rows: int, k: int, parts: int) -> Array:

@@ -11,6 +11,7 @@ Rows of x are read where they stand, through an index. Every element is one chai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -40,7 +41,7 @@ from rorqual.ops.fast.vectors import (
 )
 
 # Numba's own modules are typed too loosely for typed code.
-_intrinsic: Any = intrinsic
+_intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 _cgutils: Any = cgutils
 
 WIDTH = 2 * LANES
