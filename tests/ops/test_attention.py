@@ -232,6 +232,31 @@ def test_poison_that_is_seen_stays_visible(make_region: MakeRegion, attend: Op) 
 
 
 @EACH
+@pytest.mark.parametrize("gap", [1, 3, 40])
+def test_poison_stays_with_the_rows_that_see_it(make_region: MakeRegion, attend: Op, gap: int) -> None:
+    # Neighbours may share the work on keys of which one of them sees more than the other.
+    case = make_case(make_region, 33, 8, 64, 6, 12)
+    held = torch.randn(33 * gap + 30, 64, generator=torch.Generator().manual_seed(5))
+    case = case._replace(positions=20 + gap * torch.arange(33), held=held)
+    clean = attend(*case.args(), False)
+    for at in (30, 31, 50):
+        held = case.held.clone()
+        held[at - case.base] = float("nan")
+        out = attend(*case._replace(held=held).args(), False)
+        sees = (case.positions >= at) & (case.positions < at + 12)
+        assert out[sees].isnan().all() and torch.equal(out[~sees], clean[~sees])
+    topk = case.topk.clone()
+    topk[7] = -1
+    topk[8, 2:] = -1
+    some = attend(*case._replace(topk=topk).args(), False)
+    others = torch.ones(33, dtype=torch.bool)
+    others[7:9] = False
+    assert torch.equal(some[others], clean[others])
+    for t in (7, 8):
+        assert torch.equal(some[t : t + 1], attend(*case._replace(topk=topk).args(slice(t, t + 1)), False))
+
+
+@EACH
 @NATIVE
 def test_equal_logits_average_exactly(make_region: MakeRegion, attend: Op, native: bool) -> None:
     # q = 0 makes every p 1, and small-integer keys every sum exact: one division is left.

@@ -144,6 +144,25 @@ def test_bits_do_not_depend_on_threads(kind: str, path: cpu.Path, monkeypatch: p
         assert torch.equal(fast.linear(x, weight, 9, True, path=path)[:9], whole[:9])
 
 
+@pytest.mark.skipif(bool(cpu.missing("vector")), reason="this CPU has no vector path")
+@pytest.mark.skipif(not fast.has_vectors("vector"), reason="long rows go through torch's GEMM here")
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(77, 160), (16, 64), (40, 544)]))
+def test_a_long_row_has_the_same_bits_in_any_company(
+    kind: str, native: bool, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Full tiles and rests, inputs of one panel and of three; threads take outputs, and rows of narrow weights.
+    weight, x = make_weight(kind, n, k), make_rows(fast.GEMM_ROWS + 43, k)
+    whole = fast.linear(x, weight, 0, native, path="vector")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(4))
+    assert torch.equal(fast.linear(x[order], weight, 0, native, path="vector"), whole[order])
+    for rows in (fast.GEMM_ROWS, fast.GEMM_ROWS + 1, fast.GEMM_ROWS + 30):
+        assert torch.equal(fast.linear(x[-rows:], weight, 0, native, path="vector"), whole[-rows:])
+    for parts in (1, 2, 7):
+        monkeypatch.setattr(fast, "parts_of", lambda products, parts=parts: parts)
+        assert torch.equal(fast.linear(x, weight, 0, native, path="vector"), whole)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_weights_in_one_call(kind: str, path: cpu.Path) -> None:
@@ -225,7 +244,7 @@ def test_weights_in_a_file_at_odd_places(op: Linear, kind: str, rows: int, tmp_p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guards a page with Linux's mprotect")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(11, 96), (8, 64), (9, 70)]))
+@pytest.mark.parametrize(("kind", "n", "k"), legal_cases([(11, 96), (8, 64), (9, 70), (21, 160)]))
 def test_nothing_past_a_weight_is_read(kind: str, path: cpu.Path, n: int, k: int) -> None:
     weight = make_weight(kind, n, k)
     fields = {name: getattr(weight, name) for name in ("tensor", "codes", "packed", "scales") if hasattr(weight, name)}
@@ -240,7 +259,7 @@ def test_nothing_past_a_weight_is_read(kind: str, path: cpu.Path, n: int, k: int
         guard = ctypes.c_void_p(array.ctypes.data + len(data))
         assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
         moved[name] = torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
-    for rows in (1, 2, 12, fast.GEMM_ROWS):
+    for rows in (1, 2, 12, fast.GEMM_ROWS + 1):
         x = make_rows(rows, k)
         y = fast.linear(x, type(weight)(**moved), 1, False, path=path)
         assert torch.equal(y, fast.linear(x, weight, 1, False, path=path))

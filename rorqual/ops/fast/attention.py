@@ -8,8 +8,8 @@ Three products and a softmax a row, all on sixteen heads or channels side by sid
     output    [H, C], slot by slot in order, window first
 
 Every number is one chain of operations in channel or slot order, and absent slots, which would add zero, are left out:
-a row's bits depend on nothing but the row. Of many rows each thread takes whole ones; of few, threads share the parts.
-`attention_plain` holds the loops that any CPU runs.
+a row's bits depend on nothing but the row. Of many rows each thread takes whole ones (`attention_rows`); of few,
+threads share the parts (`attention_parts`). `attention_plain` holds the loops that any CPU runs.
 
 Kernel arguments, arrays flat: q [T, H, C]; positions [T]; near (window keys [L, C], base, floor, W);
 region (`decode.region_arrays`) and topk [T, K], both empty for a window layer; sink [16 P].
@@ -28,23 +28,12 @@ from numba import prange
 from torch import Tensor
 
 from rorqual.ops.cpu import Path, best_path
+from rorqual.ops.fast.attention_parts import add_keys, divide, dot_keys, softmax, turn_queries
 from rorqual.ops.fast.attention_plain import SIGNATURE, attend_plain, present, window_span
+from rorqual.ops.fast.attention_rows import rows_task
 from rorqual.ops.fast.decode import BLOCK, DECODED, NO_REGION, check_pages, decode_rows, region_arrays
-from rorqual.ops.fast.kernel import Kernel, allocating, inlined, kernel, refuse_gradients, spliced, workers
-from rorqual.ops.fast.tiles import product, transpose
-from rorqual.ops.fast.vectors import (
-    LANES,
-    add,
-    divide,
-    exp,
-    load,
-    maximum,
-    multiply,
-    round_bf16,
-    splat,
-    store,
-    subtract,
-)
+from rorqual.ops.fast.kernel import Kernel, inlined, kernel, refuse_gradients, workers
+from rorqual.ops.fast.vectors import LANES
 from rorqual.ops.paged import PagedRegion
 from rorqual.ops.reference.attention import sparse_attention as plain_sparse_attention
 
@@ -56,91 +45,10 @@ HEADS, CHANNELS = 32, 64
 """Heads and channels whose output is one piece."""
 
 
-@inlined
-def _turn_queries(q, row, heads, channels, padded, turned, to):
-    """One row's q [H, C] to panels [P, C, 16]; `padded` [16, C] is scratch for a last panel that is not full."""
-    for panel in range((heads + LANES - 1) // LANES):
-        at = (row * heads + panel * LANES) * channels
-        have = min(LANES, heads - panel * LANES) * channels
-        if have < LANES * channels:
-            for i in range(LANES * channels):
-                padded[i] = q[at + i] if i < have else np.float32(0)
-        for c in range(0, channels, LANES):
-            if have < LANES * channels:
-                transpose(padded, c, channels, turned, to + (panel * channels + c) * LANES)
-            else:
-                transpose(q, at + c, channels, turned, to + (panel * channels + c) * LANES)
-
-
-@spliced
-def _dot_keys(keys, at, n, channels, turned, q_at, stride, logits, to):
-    """q . k of n keys for all heads."""
-    panels, panel = stride // LANES, channels * LANES
-    product(keys, at, channels, 1, n, turned, q_at, LANES, panel, panels, channels, logits, to, stride, False)
-
-
-@inlined
-def _softmax(logits, at, n, stride, sink, sink_at, scale, native, denominators, to):
-    """Sixteen heads' logits [n] to p in place, rounded for the numerator where native; and their denominators."""
-    factor, top = splat(scale), splat(np.float32(-np.inf))
-    for s in range(n):
-        scaled = multiply(load(logits, at + s * stride), factor)
-        store(logits, at + s * stride, scaled)
-        top = maximum(scaled, top)
-    total = splat(np.float32(0))
-    for s in range(n):
-        p = exp(subtract(load(logits, at + s * stride), top))
-        total = add(total, p)
-        store(logits, at + s * stride, round_bf16(p) if native else p)
-    store(denominators, to, add(total, exp(subtract(load(sink, sink_at), top))))
-
-
-@spliced
-def _add_keys(p, p_at, stride, heads, keys, at, n, channels, vecs, out, to, onto):
-    """out [heads, 16 vecs] (+)= sum over n slots of p * key, for some heads and channels."""
-    product(p, p_at, 1, stride, heads, keys, at, channels, LANES, vecs, n, out, to, channels, onto)
-
-
-@inlined
-def _divide(out, at, channels, vecs, denominators, head, heads):
-    for h in range(heads):
-        below = splat(denominators[head + h])
-        for v in range(vecs):
-            place = at + h * channels + v * LANES
-            store(out, place, divide(load(out, place), below))
-
-
-@allocating
-def _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale, native, out):
-    """Every tasks-th row, whole."""
-    rows, stride, held = positions.size, sink.size, near[0]
-    channels, chosen = q.size // (rows * heads), topk.size // rows
-    vecs, slots = channels // LANES, near[3] + chosen
-    turned, padded = np.empty(stride * channels, np.float32), np.empty(LANES * channels, np.float32)
-    keys, groups = np.empty(chosen * channels, np.float32), np.empty(chosen, np.int64)
-    logits, denominators = np.empty(slots * stride, np.float32), np.empty(stride, np.float32)
-    for row in range(task, rows, tasks):
-        first, inside = window_span(positions[row], near, channels)
-        far = present(topk, row * chosen, chosen, groups, 0)
-        at = row * heads * channels
-        if inside + far == 0:
-            out[at : at + heads * channels] = np.float32(0)
-            continue
-        decode_rows(region, groups, 0, far, channels, keys)
-        _turn_queries(q, row, heads, channels, padded, turned, 0)
-        _dot_keys(held, first * channels, inside, channels, turned, 0, stride, logits, 0)
-        _dot_keys(keys, 0, far, channels, turned, 0, stride, logits, inside * stride)
-        for head in range(0, stride, LANES):
-            _softmax(logits, head, inside + far, stride, sink, head, scale, native, denominators, head)
-        _add_keys(logits, 0, stride, heads, held, first * channels, inside, channels, vecs, out, at, False)
-        _add_keys(logits, inside * stride, stride, heads, keys, 0, far, channels, vecs, out, at, True)
-        _divide(out, at, channels, vecs, denominators, 0, heads)
-
-
 @kernel(SIGNATURE, parallel=True)
 def attend_rows(q, positions, near, region, topk, sink, heads, scale, native, tasks, out):
     for task in prange(tasks):
-        _rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale, native, out)
+        rows_task(task, tasks, q, positions, near, region, topk, sink, heads, scale, native, out)
 
 
 @inlined
@@ -152,12 +60,12 @@ def _split_logits(row, slot, sizes, spans, groups, held, region, turned, keys, l
     last = min(slot + SLOTS, inside)
     if slot < last:
         at = (start + slot) * channels
-        _dot_keys(held, at, last - slot, channels, turned, q_at, stride, logits, to + slot * stride)
+        dot_keys(held, at, last - slot, channels, turned, q_at, stride, logits, to + slot * stride)
     first, last = max(slot, inside) - inside, min(slot + SLOTS, inside + far) - inside
     if first < last:
         decode_rows(region, groups, row * chosen + first, row * chosen + last, channels, keys)
         at, to = (row * chosen + first) * channels, to + (inside + first) * stride
-        _dot_keys(keys, at, last - first, channels, turned, q_at, stride, logits, to)
+        dot_keys(keys, at, last - first, channels, turned, q_at, stride, logits, to)
 
 
 @inlined
@@ -167,11 +75,11 @@ def _split_output(row, head, channel, sizes, spans, held, keys, logits, denomina
     start, inside, far = spans[3 * row], spans[3 * row + 1], spans[3 * row + 2]
     count, vecs = min(HEADS, heads - head), min(CHANNELS, channels - channel) // LANES
     to, p_at = (row * heads + head) * channels + channel, row * slots * stride + head
-    _add_keys(logits, p_at, stride, count, held, start * channels + channel, inside, channels, vecs, out, to, False)
+    add_keys(logits, p_at, stride, count, held, start * channels + channel, inside, channels, vecs, out, to, False)
     p_at, at = p_at + inside * stride, row * chosen * channels + channel
-    _add_keys(logits, p_at, stride, count, keys, at, far, channels, vecs, out, to, True)
+    add_keys(logits, p_at, stride, count, keys, at, far, channels, vecs, out, to, True)
     if inside + far:
-        _divide(out, to, channels, vecs, denominators, row * stride + head, count)
+        divide(out, to, channels, vecs, denominators, row * stride + head, 1, count)
 
 
 def split_sizes(rows: Any, channels: Any, chosen: Any, window: Any, stride: Any) -> tuple[Any, ...]:
@@ -197,7 +105,7 @@ def attend_split(q, positions, near, region, topk, sink, heads, scale, native, t
     for row in range(rows):
         spans[3 * row], spans[3 * row + 1] = window_span(positions[row], near, channels)
         spans[3 * row + 2] = present(topk, row * chosen, chosen, groups, row * chosen)
-        _turn_queries(q, row, heads, channels, padded, turned, row * stride * channels)
+        turn_queries(q, row, heads, channels, padded, turned, row * stride * channels)
     pieces = (slots + SLOTS - 1) // SLOTS
     for unit in prange(rows * pieces):
         slot = unit % pieces * SLOTS
@@ -205,7 +113,7 @@ def attend_split(q, positions, near, region, topk, sink, heads, scale, native, t
     for unit in prange(rows * panels):
         row, head = unit // panels, unit % panels * LANES
         at, n = row * slots * stride + head, spans[3 * row + 1] + spans[3 * row + 2]
-        _softmax(logits, at, n, stride, sink, head, scale, native, denominators, row * stride + head)
+        softmax(logits, at, n, stride, sink, head, scale, native, denominators, row * stride + head)
     high, wide = (heads + HEADS - 1) // HEADS, (channels + CHANNELS - 1) // CHANNELS
     for unit in prange(rows * high * wide):
         row, head, channel = unit // (high * wide), unit // wide % high * HEADS, unit % wide * CHANNELS

@@ -21,14 +21,17 @@ from torch import Tensor
 from rorqual.formats.fp4 import E2M1_BY_BYTE
 from rorqual.formats.fp8 import E4M3_BY_BYTE, E8M0_BY_BYTE
 from rorqual.formats.spec import E2M1_E4M3_16, E2M1_E8M0_32, E4M3_E8M0_32, NumberFormat
+from rorqual.ops.cpu import features
 from rorqual.ops.fast.kernel import inlined
 from rorqual.ops.fast.vectors import (
     ARRAY,
     F32,
+    I32,
     LANES,
     VECTOR_F32,
     VECTOR_I8,
     VECTOR_I32,
+    call,
     const,
     instruction,
     load_at,
@@ -49,6 +52,8 @@ DECODED: tuple[NumberFormat, ...] = (E2M1_E4M3_16, E2M1_E8M0_32, E4M3_E8M0_32)
 PAIRS, E4M3 = E2M1_BY_BYTE.numpy(), E4M3_BY_BYTE.numpy()
 E8M0 = E8M0_BY_BYTE.numpy()
 E2M1_VALUES = tuple(PAIRS[:16, 0].tolist())
+_E2M1_TABLE, _FOUR_WORDS = ir.Constant(VECTOR_F32, list(E2M1_VALUES)), ir.VectorType(I32, 4)
+_LOOKUP = "avx512f" in features()
 BLOCK = 32
 """Elements decoded together; kernels that use vectors want widths that are a multiple."""
 
@@ -105,7 +110,8 @@ def _with_sign(builder: Any, magnitude: Any, code: Any, sign_bit: int) -> Any:
 
 
 def _e2m1_value(builder: Any, code: Any) -> Any:
-    """Codes 0..15 to fp32: exponent and mantissa moved to their places, 0 and 0.5 apart. The sign of zero is kept."""
+    """The low four bits of codes to fp32: exponent and mantissa moved to their places, 0 and 0.5 apart. The sign of
+    zero is kept."""
     magnitude = builder.and_(code, const(VECTOR_I32, 7))
     bits = builder.add(builder.shl(magnitude, const(VECTOR_I32, 22)), const(VECTOR_I32, 126 << 23))
     bits = builder.select(
@@ -118,13 +124,17 @@ def _e2m1_value(builder: Any, code: Any) -> Any:
 @instruction(tuple_of(F32, 2), ARRAY, types.intp)
 def e2m1_block(builder: Any, data: Any, offset: Any) -> Any:
     """32 elements, unscaled and in order, from 16 bytes."""
-    packed = load_at(builder, data, offset, VECTOR_I8)
-    low, high = builder.and_(packed, const(VECTOR_I8, 15)), builder.lshr(packed, const(VECTOR_I8, 4))
+    packed = load_at(builder, data, offset, _FOUR_WORDS)
     pair = ir.Constant(ir.ArrayType(VECTOR_F32, 2), ir.Undefined)
     for half in range(2):
-        order = [half * 8 + lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
-        code = builder.zext(builder.shuffle_vector(low, high, pick(order)), VECTOR_I32)
-        pair = builder.insert_value(pair, _e2m1_value(builder, code), half)
+        # Eight codes are a word: each lane takes its word and moves its code to the lowest bits.
+        words = builder.shuffle_vector(packed, packed, pick([2 * half + lane // 8 for lane in range(LANES)]))
+        code = builder.lshr(words, ir.Constant(VECTOR_I32, [lane % 8 * 4 for lane in range(LANES)]))
+        if _LOOKUP:  # which reads the low four bits of its index only
+            value = call(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR_F32, _E2M1_TABLE, code)
+        else:
+            value = _e2m1_value(builder, code)
+        pair = builder.insert_value(pair, value, half)
     return pair
 
 

@@ -1,13 +1,14 @@
 """Products of many rows with packed weights: each weight is decoded beside the product that reads it, and never whole.
 
-    panels   rows of x turned to [V, K, 16]: sixteen rows side by side, the last of a weight's filled with copies
-    unit     WEIGHT_ROWS rows of one weight, decoded into a thread's room, times all panels of that weight
-    tile     [32 outputs, 32 rows], turned back into y
+    unit     thirty-two rows of one weight, decoded and turned panel by panel, times all rows of x of that weight
+    tile     eight rows of x times a panel; after the last panel written to y
 
-Every element is one chain of multiply-adds along K. Its bits do not depend on the other rows, but they are not those of
-the row kernel, which sums along K in sixteen lanes.
+Rows of x are read where they stand. Every element is one chain of multiply-adds along K, in the order of x. Its bits do
+not depend on the other rows, but they are not those of the row kernel, which sums along K in sixteen lanes.
 
-T rows of x, N outputs, K inputs (a multiple of 32), J weights, P products sorted by weight, V panels of sixteen.
+`decode_rows` and `turn_plain` are for `hyper_panels`, which holds a weight decoded and turns rows of x instead.
+
+T rows of x, N outputs, K inputs (a multiple of 32), J weights, P products sorted by weight.
 """
 
 # Kernels are typed by their Numba signatures.
@@ -18,59 +19,34 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import prange, types
 
 from rorqual.formats.weights import TILE, Weight
 from rorqual.ops.fast.kernel import inlined, kernel
 from rorqual.ops.fast.row_kernels import address, part
 from rorqual.ops.fast.row_vectors import BF16, FP4, FP8, FP32, Array, expand_blocks
-from rorqual.ops.fast.tiles import product, transpose, transposed
+from rorqual.ops.fast.tiles import transposed
 from rorqual.ops.fast.vectors import ARRAY, I64, LANES, VECTOR_F32, ahead, instruction, load, load_at, store, store_at
+from rorqual.ops.fast.weight_panels import DEPTH, ROWS, WIDTH, multiply_half, multiply_tile, room_floats, turn_weights
 
-WEIGHT_ROWS = 32
-"""Weight rows decoded at once: enough products for what they and the panels cost to read."""
 SPARE = LANES
 """Floats between decoded rows, so that rows of 2^n floats do not share the same few lines of the first cache."""
-_TILE_FLOATS, _TURNED = WEIGHT_ROWS * 2 * LANES, LANES * LANES
 
 _FP4_MARKER, _FP8_MARKER, _BF16_MARKER, _FP32_MARKER = FP4.marker, FP8.marker, BF16.marker, FP32.marker
 _FP4_CODE, _FP8_CODE, _BF16_CODE = FP4.code, FP8.code, BF16.code
 
 
-def _turn(paired: bool) -> Any:
-    """Instruction (x, index, at, stride, column, out, out_at): sixteen columns of sixteen rows, turned.
-
-    paired: even columns first and odd ones sixteen places later, as weights are decoded.
-    """
-
-    @instruction(types.void, ARRAY, ARRAY, types.intp, types.intp, types.intp, ARRAY, types.intp)
-    def turn(builder: Any, x: Any, index: Any, at: Any, stride: Any, column: Any, out: Any, out_at: Any) -> None:
-        rows = []
-        for r in range(LANES):
-            row = load_at(builder, index, ahead(builder, at, 1, r), I64)
-            place = builder.add(builder.mul(row, stride), column)
-            rows.append(load_at(builder, x, place, VECTOR_F32))
-        for r, values in enumerate(transposed(builder, rows)):
-            place = (r >> 1) + (r & 1) * LANES if paired else r
-            store_at(builder, values, out, ahead(builder, out_at, LANES, place))
-
-    return turn
-
-
-turn_plain, _turn_paired = _turn(False), _turn(True)
-
-
-@kernel("void(float32[::1], int64, int64[::1], boolean, float32[::1], int64)", parallel=True)
-def _pack(x, width, row_V, paired, panels, parts):
-    count = row_V.size // LANES
-    for share in prange(parts):
-        for v in range(count * share // parts, count * (share + 1) // parts):
-            for c in range(0, width, LANES):
-                if paired:
-                    place = c // TILE * TILE + c % TILE // 2
-                    _turn_paired(x, row_V, v * LANES, width, c, panels, (v * width + place) * LANES)
-                else:
-                    turn_plain(x, row_V, v * LANES, width, c, panels, (v * width + c) * LANES)
+@instruction(types.void, ARRAY, ARRAY, types.intp, types.intp, types.intp, ARRAY, types.intp)
+def turn_plain(builder: Any, x: Any, index: Any, at: Any, stride: Any, column: Any, out: Any, out_at: Any) -> None:
+    """Sixteen columns of sixteen rows, turned: (x, index, at, stride, column, out, out_at)."""
+    rows = []
+    for r in range(LANES):
+        row = load_at(builder, index, ahead(builder, at, 1, r), I64)
+        place = builder.add(builder.mul(row, stride), column)
+        rows.append(load_at(builder, x, place, VECTOR_F32))
+    for r, values in enumerate(transposed(builder, rows)):
+        store_at(builder, values, out, ahead(builder, out_at, LANES, r))
 
 
 @part
@@ -94,56 +70,63 @@ def decode_rows(form, w, s, k, row0, rows, target):
 
 
 @inlined
-def _turn_back(room, tile, turned, rows, vecs, y, y_at, width, have):
-    """A tile [rows, 32] to y [have, rows], whose rows are `width` apart."""
-    for v in range(vecs):
-        for r in range(0, rows, LANES):
-            transpose(room, tile + r * 2 * LANES + v * LANES, 2 * LANES, room, turned)
-            for p in range(min(LANES, have - v * LANES)):
-                to = y_at + (v * LANES + p) * width + r
-                if r + LANES <= rows:
-                    store(y, to, load(room, turned + p * LANES))
-                else:
-                    for i in range(rows - r):
-                        y[to + i] = room[turned + p * LANES + i]
+def _write(room, sums, rows, have, y, to, width):
+    """Sums of `rows` rows and `have` outputs to y, whose rows are `width` apart."""
+    for r in range(rows):
+        for i in range(0, have - have % LANES, LANES):
+            store(y, to + r * width + i, load(room, sums + r * WIDTH + i))
+        for i in range(have - have % LANES, have):
+            y[to + r * width + i] = room[sums + r * WIDTH + i]
 
 
 @kernel(
-    "void(UniTuple(int64, 3), int64[::1], int64[::1], int64, int64, int64[::1], int64[::1], int64[::1],"
-    " float32[::1], float32[::1], float32[::1], int64, int64)",
+    "void(UniTuple(int64, 3), int64[::1], int64[::1], int64, int64, int64[::1], int64[::1], float32[::1], int64[::1],"
+    " boolean, float32[::1], float32[::1], int64, int64)",
     parallel=True,
 )
-def _multiply(form, w_J, s_J, n, k, first_J, last_J, panel_J, panels, y, room, cuts, parts):
-    chunks = (n + WEIGHT_ROWS - 1) // WEIGHT_ROWS
+def _multiply(form, w_J, s_J, n, k, first_J, last_J, x, row_P, plain, y, room, cuts, parts):
+    chunks = (n + WIDTH - 1) // WIDTH
     for share in prange(parts):
-        at, step = share * (room.size // parts), k + SPARE
-        tile = at + WEIGHT_ROWS * step
+        panel = share * (room.size // parts)
+        sums, kept = panel + WIDTH * DEPTH, WIDTH if k > DEPTH else 0
         # Neighbours of one weight go to different threads: weights differ in how many rows they have.
         for unit in range(share, chunks * w_J.size * cuts, parts):
-            j, row0 = unit // cuts // chunks, unit // cuts % chunks * WEIGHT_ROWS
-            rows = min(WEIGHT_ROWS, n - row0)
-            pairs, cut = (last_J[j] - first_J[j] + 2 * LANES - 1) // (2 * LANES), unit % cuts
-            start = first_J[j] + pairs * cut // cuts * 2 * LANES
-            end = min(last_J[j], first_J[j] + pairs * (cut + 1) // cuts * 2 * LANES)
-            if start < end:
-                decode_rows(form, w_J[j], s_J[j], k, row0, rows, address(room) + 4 * at)
-            for p in range(start, end, 2 * LANES):
-                have = min(2 * LANES, end - p)
-                vecs, b_at = (have + LANES - 1) // LANES, (panel_J[j] + (p - first_J[j]) // LANES) * k * LANES
-                product(room, at, step, 1, rows, panels, b_at, LANES, k * LANES, vecs, k, room, tile, 2 * LANES, False)
-                _turn_back(room, tile, tile + _TILE_FLOATS, rows, vecs, y, p * n + row0, n, have)
+            j, row0 = unit // cuts // chunks, unit // cuts % chunks * WIDTH
+            tiles, cut = (last_J[j] - first_J[j] + ROWS - 1) // ROWS, unit % cuts
+            start = first_J[j] + tiles * cut // cuts * ROWS
+            end = min(last_J[j], first_J[j] + tiles * (cut + 1) // cuts * ROWS)
+            have = min(WIDTH, n - row0)
+            for k0 in range(0, k if start < end else 0, DEPTH):
+                depth = min(DEPTH, k - k0)
+                for half in range(0, have, LANES):
+                    rows, to = min(LANES, have - half), address(room) + 4 * (panel + half)
+                    turn_weights(form, w_J[j], s_J[j], k, row0 + half, rows, k0, depth, plain, to)
+                for p in range(start, end, ROWS):
+                    tile = sums + (p - start) * kept
+                    if have > LANES:
+                        multiply_tile(x, row_P, p, end - 1, k, k0, room, panel, tile, depth, k0 > 0)
+                    else:
+                        multiply_half(x, row_P, p, end - 1, k, k0, room, panel, tile, depth, k0 > 0)
+                    if k0 + depth == k:
+                        _write(room, tile, min(ROWS, end - p), have, y, p * n + row0, n)
 
 
-KERNELS = (_pack, _multiply)
+KERNELS = (_multiply,)
 
 
-class Panels(NamedTuple):
-    """Rows of x as kernels read them, for the products of each weight in turn."""
+class Rows(NamedTuple):
+    """Rows of x for the products of each weight in turn."""
 
-    values: Array
-    """fp32 [V, K, 16], flat."""
+    x: Array
+    """fp32 [T, K], flat."""
+    row: Array
+    """int64 [P]: of x, for each product."""
+    plain: bool
+    """x is in plain order, also where weights are decoded in lane order."""
     first: Array
-    """int64 [J]: of each weight's first panel."""
+    """int64 [J]: of each weight, the first product."""
+    last: Array
+    """int64 [J]: past the last."""
 
 
 def fits(weight: Weight) -> bool:
@@ -151,31 +134,22 @@ def fits(weight: Weight) -> bool:
     return weight.shape[1] % TILE == 0
 
 
-def pack_panels(x_TK: Array, row_P: Array, first_J: Array, last_J: Array, paired: bool, parts: int) -> Panels:
-    """Rows row_P[first_J[j] .. last_J[j]] of x for weight j, for every j.
+def pack_panels(x_TK: Array, row_P: Array, first_J: Array, last_J: Array, paired: bool, parts: int) -> Rows:
+    """Rows row_P[first_J[j] .. last_J[j]] of x for weight j, for every j. Nothing is copied.
 
     Args:
         x_TK: fp32, contiguous.
         row_P: int64; first_J and last_J too.
         paired: x is in plain order and the weight in lane order.
+        parts: as the kernels take it; packing needs none.
     """
-    if len(first_J) == 1 and len(row_P) % LANES == 0:
-        panel_J, lanes = first_J, np.arange(len(row_P))
-    else:
-        panel_J, lanes = places(first_J, last_J)
-    values = np.empty(len(lanes) * x_TK.shape[1], np.float32)
-    _pack(x_TK.reshape(-1), x_TK.shape[1], row_P[lanes], paired, values, parts, tasks=parts)
-    return Panels(values, panel_J)
+    del parts
+    return Rows(x_TK.reshape(-1), row_P, paired, first_J, last_J)
 
 
 def places(first_J: Array, last_J: Array) -> tuple[Array, Array]:
-    """(first panel of each weight [J], the product in every lane [16 V]); spare lanes repeat the weight's last."""
-    counts = -(-(last_J - first_J) // LANES)
-    panel_J = np.cumsum(counts) - counts
-    weight_V = np.repeat(np.arange(len(counts)), counts)
-    start_V = first_J[weight_V] + (np.arange(len(weight_V)) - panel_J[weight_V]) * LANES
-    lanes = np.minimum(start_V[:, None] + np.arange(LANES), last_J[weight_V][:, None] - 1)
-    return panel_J, lanes.reshape(-1)
+    """(first place of each weight [J], the product in every place [P]): products stand as they are sorted."""
+    return first_J - first_J[0], np.arange(first_J[0], last_J[-1])
 
 
 def multiply_panels(
@@ -184,7 +158,7 @@ def multiply_panels(
     shape: tuple[int, int],
     first_J: Array,
     last_J: Array,
-    panels: Panels,
+    rows: Rows,
     y_PN: Array,
     parts: int,
 ) -> None:
@@ -196,13 +170,14 @@ def multiply_panels(
         y_PN: fp32, contiguous, written.
     """
     n, k = shape
-    units = -(-n // WEIGHT_ROWS) * len(first_J)
+    units = -(-n // WIDTH) * len(first_J)
     # A weight of few outputs is decoded again for each of some cuts of the rows, so that every thread has its share.
     cuts = 1 if parts == 1 or units >= 4 * parts else -(-4 * parts // units)
-    inputs = form, *addresses, n, k, first_J, last_J, panels.first, panels.values
-    _multiply(*inputs, y_PN.reshape(-1), room_of(k, parts), cuts, parts, tasks=parts)
+    room = room_of(int((last_J - first_J).max()), k, parts)
+    inputs = form, *addresses, n, k, first_J, last_J, rows.x, rows.row, rows.plain
+    _multiply(*inputs, y_PN.reshape(-1), room, cuts, parts, tasks=parts)
 
 
-def room_of(k: int, parts: int) -> Array:
-    """What threads decode and multiply in."""
-    return np.empty(parts * (WEIGHT_ROWS * (k + SPARE) + _TILE_FLOATS + _TURNED), np.float32)
+def room_of(rows: int, k: int, parts: int) -> Array:
+    """What threads turn weights and add products in; weights have up to so many rows of x. On whole cache lines."""
+    return torch.empty(parts * room_floats(rows, k)).numpy()

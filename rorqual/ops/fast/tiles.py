@@ -45,6 +45,7 @@ from rorqual.ops.fast.vectors import (
 WIDE = "avx512f" in features()
 TILE_ROWS = 8 if WIDE else 6
 TILE_VECS = 2 if WIDE else 1
+_VECTOR_F64 = ir.VectorType(ir.DoubleType(), LANES // 2)
 DEPTH = 128
 """Steps of k that `product` takes with all tiles before it goes on: what they share then stays in the first cache."""
 
@@ -177,8 +178,11 @@ def either(builder: Any, condition: Any, then: Callable[[], Any], otherwise: Cal
     return merged
 
 
-def _product(rows: int, vecs: int) -> Any:
-    """Instruction: one tile of `product`, its loop over k included."""
+def _product(rows: int, vecs: int, pairs: bool = False) -> Any:
+    """Instruction: one tile of `product`, its loop over k included.
+
+    pairs: even columns are multiplied by the scalar at a's place, odd ones by the one that follows it.
+    """
     place = (types.intp, types.intp)
 
     @instruction(
@@ -198,15 +202,29 @@ def _product(rows: int, vecs: int) -> Any:
             lambda: ir.Constant(ir.ArrayType(VECTOR_F32, rows * vecs), None),
         )
         start = [builder.extract_value(held, i) for i in range(rows * vecs)]
+        a_R = [_settled(builder, builder.gep(a, [ahead(builder, a_at, a_row, r)])) for r in range(rows)]
 
         def step(k: Any, tile: list[Any]) -> list[Any]:
-            a_at_k, b_at_k = builder.add(a_at, builder.mul(k, a_k)), builder.add(b_at, builder.mul(k, b_k))
-            return _outer(builder, tile, vecs, a, a_at_k, a_row, b, b_at_k, b_vec)
+            a_at_k, b_at_k = builder.mul(k, a_k), builder.add(b_at, builder.mul(k, b_k))
+            columns = [load_at(builder, b, ahead(builder, b_at_k, b_vec, v), VECTOR_F32) for v in range(vecs)]
+            result = []
+            for r, row in enumerate(a_R):
+                scalar = load_at(builder, row, a_at_k, ir.DoubleType() if pairs else a.type.pointee)
+                value = broadcast(builder, scalar, _VECTOR_F64 if pairs else VECTOR_F32)
+                value = builder.bitcast(value, VECTOR_F32)
+                result += [emit_fma(builder, value, column, tile[r * vecs + v]) for v, column in enumerate(columns)]
+            return result
 
         for place, total in zip(places, _repeated(builder, count, start, step), strict=True):
             store_at(builder, total, out, place)
 
     return tile_product
+
+
+def _settled(builder: Any, pointer: Any) -> Any:
+    """A pointer whose origin LLVM forgets. It would find each row's place from the one before it at every step, and
+    the additions would take the time of multiply-adds."""
+    return builder.asm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0", [pointer], False)
 
 
 def _repeated(builder: Any, count: Any, start: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -264,6 +282,26 @@ def product(a, a_at, a_row, a_k, rows, b, b_at, b_k, b_vec, vecs, count, out, ou
                     r += 1
             v += TILE_VECS if wide else 1
         k += DEPTH
+
+
+_pairs, _row_pairs = _product(TILE_ROWS, 1, True), _product(1, 1, True)
+
+
+@inlined
+def product_of_pairs(a, a_at, a_row, a_k, rows, b, b_at, b_k, count, out, out_at, out_row):
+    """out[r, 0 .. 16] = sum over k < count of a[r, k] * b[k, 0 .. 16] for r < rows, as `product`, where a[r, k] is two
+    numbers: one for even columns and one for odd ones."""
+    for k in range(0, count, DEPTH):
+        depth = min(DEPTH, count - k)
+        a_k0, b_k0, r = a_at + k * a_k, b_at + k * b_k, 0
+        while r + TILE_ROWS <= rows:
+            _pairs(a, a_k0 + r * a_row, a_row, a_k, b, b_k0, b_k, 0, depth, out, out_at + r * out_row, out_row, k > 0)
+            r += TILE_ROWS
+        while r < rows:
+            _row_pairs(
+                a, a_k0 + r * a_row, a_row, a_k, b, b_k0, b_k, 0, depth, out, out_at + r * out_row, out_row, k > 0
+            )
+            r += 1
 
 
 @instruction(types.void, ARRAY, types.intp, types.intp, ARRAY, types.intp)
