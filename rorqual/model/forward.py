@@ -22,13 +22,14 @@ from rorqual.model.kv import PagedKV
 from rorqual.model.layer import first_pre
 from rorqual.model.ngram import BEFORE, compress_ids
 from rorqual.model.pending import Crossing, cat_masks, decoder_rows, join
-from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, joined, short_first
+from rorqual.model.rows import SHORT_SEGMENT, Rows, Segment, build_rows, short_first
 from rorqual.model.run import Carry, Run
 from rorqual.model.short import ShortLayers
 from rorqual.model.step import SequenceOutput, SequenceStep
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
 from rorqual.model.vision.tower import merge_image_embeddings
+from rorqual.ops.rowwise import joined
 
 # T rows, S residual copies, D hidden, V vocabulary
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rorqual.config import LayerRole, ModelConfig
 from rorqual.errors import InputError
 from rorqual.model.kv import PagedKV
-from rorqual.model.rows import Rows, Segment, joined
+from rorqual.model.rows import Rows, Segment
 from rorqual.model.run import NOT_YET, Carry, Run, padded
 from rorqual.model.weights import Scope
 from rorqual.ops.dispatch import Regions

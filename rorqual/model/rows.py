@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rorqual.model.rope import Rotary
+from rorqual.ops.rowwise import joined
 
 # T rows of the run, L engram layers, E hash columns
 
@@ -104,11 +105,6 @@ def short_first(lengths: Sequence[int]) -> list[int]:
     [1, 3, 0, 2]
     """
     return sorted(range(len(lengths)), key=lambda i: lengths[i] > SHORT_SEGMENT)
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Their concatenation; the tensor itself where there is but one."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def build_rows(
