@@ -76,6 +76,17 @@ class Slots:
         tails = sum(t.numel() * t.element_size() for t in self.tails)
         return self.rings.nbytes + self.draft_rings.nbytes + tails + self.history.numel() * 8
 
+    def begin(self, slot: int, start: int, before: Tensor | None = None) -> None:
+        """Let a sequence stand at position `start` with nothing below it but n-gram history.
+
+        before: int64, compressed ids of the positions just before `start`.
+        """
+        self.states[slot].reset(start, 0)
+        if before is not None and len(before):
+            at = torch.arange(start - len(before), start, device=self.history.device) % self.history.shape[1]
+            self.history[slot, at] = before.to(self.history.device)
+            self.states[slot].history.lo = start - len(before)
+
     def lowest_rewind(self, slot: int, window: int, lookback: int) -> int:
         """The lowest position that the slot's rings, tails and history can be rewound to.
 

@@ -11,7 +11,7 @@ class SequencePlan:
 
     reset: the slot is somebody else's yet: it is to stand at `start`, with nothing below, before the step.
     drafts: the last so many rows are proposals to verify.
-    new_pages: of `pages`, those that this step was given.
+    new_pages: what its block table grows by in this step; all of it with `reset`.
     logits_from: first row whose logits are wanted; `end` where none are.
     write_floor, window_floor, decoder_floor, run_decoder: see `SequenceStep`.
     """
@@ -20,7 +20,6 @@ class SequencePlan:
     start: int
     end: int
     slot: int
-    pages: tuple[int, ...]
     new_pages: tuple[int, ...] = ()
     reset: bool = False
     drafts: int = 0

@@ -40,8 +40,8 @@ class Track:
     window_floor: int = 0
     decoder_floor: int = 0
     since: int = 0
-    fresh: bool = False
-    """Its slot was given and no step has reset it yet."""
+    told: int = 0
+    """Pages that plans have named since its slot was given; 0 where no step has reset the slot yet."""
 
     @property
     def tokens(self) -> int:

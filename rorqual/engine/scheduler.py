@@ -183,7 +183,6 @@ class Scheduler:
         """Rows planned for a running request, 0 where it was preempted itself."""
         known = track.tokens + (track.proposed if track.decoding else 0)
         end = min(known, track.limit, track.computed + budget)
-        had = len(self.kv.block_table(track.id))
         while not self.kv.extend(track.id, end):
             # Only decode rows come here, a prefill has all of its pages: everybody planned so far is served before it.
             victim = max(self._running.values(), key=lambda other: other.place)
@@ -191,7 +190,7 @@ class Scheduler:
             self._preempt(victim, preempted)
             if victim is track:
                 return 0
-        pages = tuple(self.kv.block_table(track.id))
+        pages = tuple(self.kv.block_table(track.id, track.told))
         reached = end >= track.tokens
         first = track.tokens - 1 if track.logits_from is None else max(track.logits_from, track.computed)
         plans.append(
@@ -200,9 +199,8 @@ class Scheduler:
                 start=track.computed,
                 end=end,
                 slot=self.kv.slot(track.id),
-                pages=pages,
-                new_pages=pages if track.fresh else pages[had:],
-                reset=track.fresh,
+                new_pages=pages,
+                reset=not track.told,
                 drafts=max(0, end - track.tokens),
                 write_floor=track.write_floor,
                 window_floor=track.window_floor,
@@ -211,7 +209,7 @@ class Scheduler:
                 logits_from=min(first, end) if reached or track.logits_from is not None else end,
             )
         )
-        track.fresh = False
+        track.told += len(pages)
         return end - track.computed
 
     def _admit(self) -> Track | None:
@@ -224,7 +222,7 @@ class Scheduler:
             found = self.kv.admit(track.id, keys, track.tokens, track.tokens)
             self._waiting.remove(track)
             start = found.hit - (self._replay(found.hit, track.tokens, track.prefill) if found.hit else 0)
-            track.slot, track.fresh, track.target = found.slot, True, track.tokens
+            track.slot, track.told, track.target = found.slot, 0, track.tokens
             track.computed, track.write_floor, track.window_floor = start, found.hit, start
             late = track.target - self.kv.window  # what of a CED prefill the decoder runs on
             track.decoder_floor = start if track.prefill == "full" else late if late > start else 0

@@ -16,6 +16,7 @@ from rorqual.cache.filler import fill_pages, fill_slot
 from rorqual.cache.kv_cache import KVCache
 from rorqual.errors import CapacityError, InputError
 from rorqual.model.forward import forward
+from rorqual.model.ngram import compress_ids
 from rorqual.model.step import SequenceOutput, SequenceStep
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
@@ -81,13 +82,7 @@ class Sequence:
 
         Global KV stays where it is: that is what a prefix hit is.
         """
-        slots = self.cache.slots
-        slots.states[self.slot].reset(start, 0)
-        if before is not None and len(before):
-            rows = slots.history.shape[1]
-            at = torch.arange(start - len(before), start, device=slots.history.device) % rows
-            slots.history[self.slot, at] = before.to(slots.history.device)
-            slots.states[self.slot].history.lo = start - len(before)
+        self.cache.slots.begin(self.slot, start, before)
         self.length = self.window_floor = start
         self.decoder_floor = 0
 
@@ -235,10 +230,12 @@ def resume(sequence: Sequence, prompt: Prompt, hit: int, *, mode: str = "bounded
     if hit % step or not 0 < hit <= len(prompt):
         raise InputError(f"hit: {hit} is not legal; legal: {step}..{len(prompt)} in steps of {step}")
     start = replay_start(model, hit, len(prompt), mode=mode, prefill=prefill)
-    before = None
-    if model.ngram is not None:
-        ids, image, _ = prompt.cut(max(0, start - model.ngram.history_size), start)
-        before = model.token_map[ids.to(model.device)]
-        if image is not None:
-            before = before.masked_fill(image.to(model.device), -1)
-    sequence.reset(start, before)
+    sequence.reset(start, compressed_before(model, prompt, start))
+
+
+def compressed_before(model: Transformer, prompt: Prompt, start: int) -> Tensor | None:
+    """Compressed ids of the positions before `start` that an n-gram may reach back to; None without Engram."""
+    if model.ngram is None:
+        return None
+    ids, image, _ = prompt.cut(max(0, start - model.ngram.history_size), start)
+    return compress_ids(model.token_map, ids.to(model.device), None if image is None else image.to(model.device))

@@ -78,9 +78,9 @@ class KVManager:
         """Whether so many tokens fit at all, were the cache empty."""
         return self.pages_of(tokens) <= self.pages.pages
 
-    def block_table(self, request: Hashable) -> list[int]:
-        """Page ids, by position // page_tokens."""
-        return list(self._held[request].pages)
+    def block_table(self, request: Hashable, first: int = 0) -> list[int]:
+        """Page ids, by position // page_tokens, from the `first` on."""
+        return self._held[request].pages[first:]
 
     def slot(self, request: Hashable) -> int:
         return self._held[request].slot

@@ -35,6 +35,7 @@ class Runner:
     def __init__(self, pages: int, slots: int, limits: SchedulerLimits, seed: int = 0, skill: float = 0.5) -> None:
         self.pages = [[GONE] * PAGE for _ in range(pages)]
         self.slots = [(GONE, GONE)] * slots
+        self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.draw, self.skill = Random(seed), skill
         kv = KVManager(
             pages=pages,
@@ -78,16 +79,19 @@ class Runner:
     def _run(self, plan: SequencePlan) -> None:
         name, ids = plan.request, self.ids[plan.request]
         fed = ids + self.drafts.pop(name, [])[: plan.drafts]
-        assert plan.end <= len(fed) and plan.rows > 0 and plan.pages[-len(plan.new_pages or plan.pages) :]
+        table = self.tables[plan.slot]
+        assert plan.rows > 0 and plan.end <= len(fed)
         if plan.reset:
+            table.clear()
             self.slots[plan.slot] = (plan.start, plan.start)
+        table += plan.new_pages
         low, high = self.slots[plan.slot]
         assert (low, high) == (plan.window_floor, plan.start), "the rings stand elsewhere"
         assert plan.write_floor % PAGE == 0 and plan.window_floor <= plan.start
         for at in range(plan.end):
-            page, row = self.pages[plan.pages[at // PAGE]], at % PAGE
+            page, row = self.pages[table[at // PAGE]], at % PAGE
             if at >= max(plan.start, plan.write_floor):
-                assert self.scheduler.kv.pages.key(plan.pages[at // PAGE]) is None, "a published page is written"
+                assert self.scheduler.kv.pages.key(table[at // PAGE]) is None, "a published page is written"
                 page[row] = fed[at]
             assert page[row] == fed[at], f"position {at} of {name} reads what is not its own"
         self.slots[plan.slot], self.rows = (low, plan.end), self.rows + plan.rows

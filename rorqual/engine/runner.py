@@ -1,0 +1,80 @@
+"""Step plans become tensors: one forward over the rows of all requests in a plan.
+
+The runner knows slots, not requests. Of a slot it keeps the block table, which grows by what plans name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rorqual.cache.kv_cache import KVCache
+from rorqual.engine.plan import SequencePlan, StepPlan
+from rorqual.engine.sequence import compressed_before
+from rorqual.engine.tokens import Tokens
+from rorqual.model.forward import forward
+from rorqual.model.step import SequenceOutput, SequenceStep
+from rorqual.model.transformer import Transformer
+
+
+class Runner:
+    """One model over one cache.
+
+    layer_tokens: rows x layers run so far, the work that CED saves (SPEC 11).
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self.model, self.cache = model, cache
+        self.layer_tokens = 0
+        nothing = torch.empty(0, dtype=torch.int64, device=model.device)
+        self._tables = [nothing for _ in cache.slots.states]
+
+    def run(
+        self, plan: StepPlan, tokens: Mapping[str, Tokens], drafts: Mapping[str, Sequence[int]] | None = None
+    ) -> list[SequenceOutput]:
+        """The outputs of a step's sequences, in their order.
+
+        Args:
+            plan: not empty.
+            tokens: of every request in it.
+            drafts: the proposals that its verification rows take; at least as many as they are.
+        """
+        steps = [self._step(own, tokens[own.request], (drafts or {}).get(own.request, ())) for own in plan.sequences]
+        outputs = forward(self.model, self.cache, steps)
+        config = self.model.config
+        for step, output in zip(steps, outputs, strict=True):
+            decoded = (output.end - output.first) * (config.num_hidden_layers - config.decoder_start)
+            self.layer_tokens += (step.end - step.start) * config.decoder_start + decoded
+        return outputs
+
+    def rewind(self, slot: int, position: int) -> None:
+        """Forget a slot's positions >= `position`: rejected drafts."""
+        self.cache.slots.states[slot].rewind(position)
+
+    def _step(self, plan: SequencePlan, tokens: Tokens, drafts: Sequence[int]) -> SequenceStep:
+        if plan.reset:
+            before = compressed_before(self.model, tokens.cut(0, plan.start), plan.start)
+            self.cache.slots.begin(plan.slot, plan.start, before)
+        fed = tokens.cut(plan.start, plan.end, drafts[: plan.drafts])
+        assert len(fed) == plan.rows, f"{plan.request}: {len(fed)} tokens for {plan.rows} rows"
+        return SequenceStep(
+            tokens_n=fed.ids,
+            start=plan.start,
+            slot=plan.slot,
+            block_table=self._table(plan),
+            image_n=fed.image,
+            image_embeds=fed.embeds,
+            write_floor=plan.write_floor,
+            window_floor=plan.window_floor,
+            decoder_floor=plan.decoder_floor,
+            run_decoder=plan.run_decoder,
+            logits_from=plan.logits_from,
+        )
+
+    def _table(self, plan: SequencePlan) -> Tensor:
+        if plan.reset or plan.new_pages:
+            grown = torch.tensor(plan.new_pages, dtype=torch.int64, device=self.model.device)
+            self._tables[plan.slot] = grown if plan.reset else torch.cat((self._tables[plan.slot], grown))
+        return self._tables[plan.slot]

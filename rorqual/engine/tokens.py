@@ -1,0 +1,45 @@
+"""The tokens of one request, as they become known: its prompt, what was accepted since, and drafts behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rorqual.engine.sequence import Prompt
+
+
+class Tokens:
+    """prompt: with its images' features. Positions behind it are text.
+
+    >>> tokens = Tokens(Prompt(ids=torch.tensor([5, 6, 7])))
+    >>> tokens.extend([8])
+    >>> len(tokens), tokens.cut(2, 6, drafts=[1, 2]).ids.tolist()
+    (4, [7, 8, 1, 2])
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.generated: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self.generated += ids
+
+    def truncate(self, length: int) -> None:
+        """Forget generated tokens at positions >= `length`."""
+        assert length >= len(self.prompt), "a prompt is not cut"
+        del self.generated[length - len(self.prompt) :]
+
+    def cut(self, start: int, end: int, drafts: Sequence[int] = ()) -> Prompt:
+        """Positions [start, end); those behind the known ones are `drafts`, in order."""
+        size, after = len(self.prompt), [*self.generated, *drafts]
+        rest = torch.tensor(after[max(0, start - size) : max(0, end - size)], dtype=torch.int64)
+        if start >= size:
+            return Prompt(ids=rest)
+        ids, image, embeds = self.prompt.cut(start, min(end, size))
+        if image is not None:
+            image = torch.cat((image, image.new_zeros(len(rest))))
+        return Prompt(ids=torch.cat((ids, rest)), image=image, embeds=embeds)
