@@ -51,6 +51,10 @@ class MoE(nn.Module):
         # Where there is a kernel for the whole, every short row takes it, whatever stands beside them (DESIGN 12).
         regions = run.regions
         short = rows.short_rows if regions is not None and self.packed_for(regions) is not None else 0
+        if regions is not None and not short and 0 < rows.short_rows < len(rows):
+            # Apart, so that long rows are rounded the same whatever stands beside them.
+            parts = (x_TD[: rows.short_rows], rows.only_short()), (x_TD[rows.short_rows :], rows.without_short())
+            return torch.cat([self._by_op(x, part, run, name) for x, part in parts])
         if regions is None or not short:
             return self._by_op(x_TD, rows, run, name)
         image = None if rows.image_T is None or self.bias_vl is None else rows.image_T[:short]

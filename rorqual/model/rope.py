@@ -72,8 +72,14 @@ class Rotary:
 
     def without_short(self) -> Rotary:
         """Of the rows after the short ones; angles that are there already are kept."""
-        made = Rotary(self._freqs, self._positions[self._short_rows :], 0)
-        cut = slice(self._short_rows, None)
+        return self._cut(slice(self._short_rows, None), 0)
+
+    def only_short(self) -> Rotary:
+        """Of the short rows."""
+        return self._cut(slice(self._short_rows), self._short_rows)
+
+    def _cut(self, cut: slice, short_rows: int) -> Rotary:
+        made = Rotary(self._freqs, self._positions[cut], short_rows)
         made._cache = {kind: (cos[cut], sin[cut]) for kind, (cos, sin) in self._cache.items()}
         return made
 

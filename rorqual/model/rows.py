@@ -77,6 +77,18 @@ class Rows:
             engram_TLE=None if self.engram_TLE is None else self.engram_TLE[cut],
         )
 
+    def only_short(self) -> Rows:
+        """The short rows, for what is done row by row: it looks at no segment."""
+        cut = slice(self.short_rows)
+        return replace(
+            self,
+            segments=(),
+            positions_T=self.positions_T[cut],
+            rotary=self.rotary.only_short(),
+            image_T=None if self.image_T is None else self.image_T[cut],
+            engram_TLE=None if self.engram_TLE is None else self.engram_TLE[cut],
+        )
+
     @property
     def first(self) -> int:
         """Position of the first row (traces run one sequence at a time)."""

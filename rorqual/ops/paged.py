@@ -19,6 +19,13 @@ from rorqual.formats.codec import Packed
 from rorqual.formats.spec import NumberFormat
 
 
+class Kept(list[Any]):
+    """Views of a region's own memory. A deep copy of the region has other memory, and begins without any."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return Kept()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PagedRegion:
     """One kind of entry of one KV source: its stretch of every page, and its number format.
@@ -40,7 +47,7 @@ class PagedRegion:
     scale_bytes: int
     entries: int
     fmt: NumberFormat
-    kept: list[Any] = field(default_factory=list, init=False, repr=False)
+    kept: Kept = field(default_factory=lambda: Kept(), init=False, repr=False, compare=False)
     """What kernels made of the above, once."""
 
     def __post_init__(self) -> None:

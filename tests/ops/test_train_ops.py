@@ -282,7 +282,7 @@ def test_what_cannot_be_quantised_is_refused(bad: float) -> None:
 
 def test_the_facade_changes_only_what_it_names() -> None:
     changed = {field.name for field in fields(OPS) if getattr(OPS, field.name) is not getattr(PLAIN, field.name)}
-    kept = {"gather_rows", "index_scores", "index_scores_at", "sparse_attention", "regions"}
+    kept = {"gather_rows", "index_scores", "index_scores_at", "pool_groups", "sparse_attention", "regions"}
     assert changed == {field.name for field in fields(OPS)} - kept
     scores = _random(3, 40)
     assert torch.equal(OPS.topk_lowest(scores, 7), topk.topk_lowest(scores, 7))
