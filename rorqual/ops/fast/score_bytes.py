@@ -277,7 +277,8 @@ def _task(products: Products, rows_wide: tuple[int, int], levels: bool) -> Any:
                 seen = reach(visible, keys, row, start, n)
                 ahead = codes_at[then, : many[then] if row == first else 0]
                 row_out = out[row * count + start : row * count + start + n]
-                if level_n == seen and seen == n:  # every key, in its place
+                # `levels` first: where it is False, Numba leaves out code that this CPU may not have.
+                if levels and level_n == seen and seen == n:  # every key, in its place
                     _level_scores(alike[0], n, turned, row, panels, native, found, pool, ahead)
                     for i in range(n):
                         row_out[i] = found[i] * alike[1][i]
