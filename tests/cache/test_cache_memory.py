@@ -1,5 +1,6 @@
 """Large pages are asked for where Linux has them, and the memory is zero either way."""
 
+import ctypes
 import mmap
 import re
 import sys
@@ -38,24 +39,39 @@ def test_all_bytes_are_zero_and_can_be_written(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(not HAS_LARGE_PAGES, reason="no large pages on this system")
-def test_linux_is_asked_for_large_pages_inside_and_not_beyond() -> None:
+def test_linux_is_asked_for_large_pages() -> None:
     pool = zeros_in_large_pages(LEAST)
-    first = -(-pool.data_ptr() // LARGE_PAGE) * LARGE_PAGE
-    end = (pool.data_ptr() + pool.numel()) // LARGE_PAGE * LARGE_PAGE
-    assert "hg" in flags_at(first)
-    assert "hg" in flags_at(end - 1)
-    if pool.data_ptr() < first:
-        assert "hg" not in flags_at(pool.data_ptr())
+    assert "hg" in flags_at(-(-pool.data_ptr() // LARGE_PAGE) * LARGE_PAGE)
+    assert "hg" in flags_at((pool.data_ptr() + pool.numel()) // LARGE_PAGE * LARGE_PAGE - 1)
 
 
-@pytest.mark.parametrize(("name", "value"), [("platform", "darwin"), ("MADV_HUGEPAGE", None)])
-def test_other_systems_go_without(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None) -> None:
-    owner = sys if name == "platform" else mmap
+class Library:
+    """Stands in for the C library: what is asked of it is written down, and refused."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+
+    def madvise(self, first: ctypes.c_void_p, size: ctypes.c_size_t, advice: ctypes.c_int) -> int:
+        self.asked.append((first.value or 0, size.value, advice.value))
+        return -1
+
+
+@pytest.mark.parametrize(("name", "value"), [("platform", "linux"), ("platform", "darwin"), ("MADV_HUGEPAGE", None)])
+def test_what_is_asked_of_which_system(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None) -> None:
+    """Of Linux whole large pages inside the memory and none beyond; of others, or without the advice, nothing."""
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
     if value is None:
-        monkeypatch.delattr(owner, name, raising=False)
+        monkeypatch.delattr(mmap, name)
     else:
-        monkeypatch.setattr(owner, name, value)
+        monkeypatch.setattr(sys, name, value)
     pool = zeros_in_large_pages(LEAST)
     assert not pool.any()
-    if HAS_LARGE_PAGES:
-        assert "hg" not in flags_at(pool.data_ptr() + 2 * LARGE_PAGE)
+    assert len(library.asked) == (value == "linux")
+    for first, size, advice in library.asked:
+        assert advice == 14 and first % LARGE_PAGE == size % LARGE_PAGE == 0
+        assert pool.data_ptr() <= first < pool.data_ptr() + LARGE_PAGE
+        assert 0 <= pool.data_ptr() + pool.numel() - (first + size) < LARGE_PAGE
+    assert not zeros_in_large_pages(LEAST - 1).any() and len(library.asked) == (value == "linux")
