@@ -82,6 +82,13 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Track]:
         return iter(self._tracks.values())
 
+    def __contains__(self, request: str) -> bool:
+        return request in self._tracks
+
+    def get(self, request: str) -> Track:
+        """The waiting request of that id; KeyError where there is none."""
+        return self._tracks[request]
+
     def add(self, track: Track, step: int) -> None:
         track.since = step
         self._tracks[track.id] = track

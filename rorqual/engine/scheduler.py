@@ -67,11 +67,11 @@ class Scheduler:
         return len(self._waiting)
 
     def __contains__(self, request: str) -> bool:
-        return request in self._running or any(track.id == request for track in self._waiting)
+        return request in self._running or request in self._waiting
 
     def track(self, request: str) -> Track:
         """Of a request that is running or waiting."""
-        return self._running[request] if request in self._running else self._found(request)
+        return self._running[request] if request in self._running else self._waiting.get(request)
 
     def submit(
         self,
@@ -155,7 +155,7 @@ class Scheduler:
         """Give back what a request holds, whatever it was doing: at its end, or aborted."""
         track = self._running.pop(request, None)
         if track is None:
-            self._waiting.remove(self._found(request))
+            self._waiting.remove(self._waiting.get(request))
             return
         self.kv.release(request)
         track.slot = None
@@ -168,12 +168,6 @@ class Scheduler:
             assert track.slot is not None and track.id in self.kv
             assert 0 <= track.computed < track.tokens <= track.limit + 1
         assert all(track.slot is None and track.id not in self.kv for track in self._waiting)
-
-    def _found(self, request: str) -> Track:
-        for track in self._waiting:
-            if track.id == request:
-                return track
-        raise KeyError(request)
 
     def _served(self) -> Iterator[Track]:
         """Running requests, first served first; a copy, because planning may preempt."""

@@ -47,7 +47,7 @@ class PagedRegion:
     scale_bytes: int
     entries: int
     fmt: NumberFormat
-    kept: Kept = field(default_factory=lambda: Kept(), init=False, repr=False, compare=False)
+    kept: Kept = field(default_factory=Kept, init=False, repr=False, compare=False)
     """What kernels made of the above, once."""
 
     def __post_init__(self) -> None:

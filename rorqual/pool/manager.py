@@ -92,11 +92,11 @@ class KVManager:
         >>> manager.hit([b"unknown"], 200)
         0
         """
-        return self._adopted(keys, length) * self.page_tokens
+        return len(self._adopted(keys, length)) * self.page_tokens
 
     def admits(self, keys: Sequence[bytes], length: int, tokens: int) -> bool:
         """Whether `admit` would succeed."""
-        return self.slots.free > 0 and self._missing(keys, length, tokens) <= 0
+        return self.slots.free > 0 and self._missing(self._adopted(keys, length), tokens) <= 0
 
     def admit(self, request: Hashable, keys: Sequence[bytes], length: int, tokens: int) -> Admission:
         """A slot, and pages for positions [0, tokens): adopted ones first, new ones for the rest; all or nothing.
@@ -113,10 +113,10 @@ class KVManager:
         assert request not in self._held, f"{request!r} holds a slot already"
         if not self.slots.free:
             raise CapacityError(f"all {self.slots.slots} slots are taken")
-        missing = self._missing(keys, length, tokens)
+        adopted = self._adopted(keys, length)
+        missing = self._missing(adopted, tokens)
         if missing > 0:
             raise CapacityError(f"{missing} pages too few for {tokens} tokens; the cache has {self.pages.pages}")
-        adopted = self.pages.match(keys)[: self._adopted(keys, length)]
         # Before anything is allocated, so that they are not evicted for it.
         self.pages.share(adopted)
         fresh = self.pages.allocate(max(0, self.pages_of(tokens) - len(adopted)))
@@ -201,12 +201,12 @@ class KVManager:
         assert counts == [self.pages.references(page) for page in range(self.pages.pages)]
         assert len({held.slot for held in self._held.values()}) == len(self._held)
 
-    def _adopted(self, keys: Sequence[bytes], length: int) -> int:
-        found = len(self.pages.match(keys[: length // self.page_tokens]))
-        return found if found * self.page_tokens > self.window else 0
+    def _adopted(self, keys: Sequence[bytes], length: int) -> list[int]:
+        """Pages that an admission takes over."""
+        found = self.pages.match(keys[: length // self.page_tokens])
+        return found if len(found) * self.page_tokens > self.window else []
 
-    def _missing(self, keys: Sequence[bytes], length: int, tokens: int) -> int:
+    def _missing(self, adopted: Sequence[int], tokens: int) -> int:
         """Pages that an admission lacks; 0 or less where it has enough."""
-        adopted = self.pages.match(keys)[: self._adopted(keys, length)]
         cached = sum(self.pages.references(page) == 0 for page in adopted)
         return max(0, self.pages_of(tokens) - len(adopted)) - (self.pages.available - cached)

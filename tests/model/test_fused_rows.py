@@ -148,6 +148,19 @@ def test_the_shared_expert_of_many_rows(models: dict[str, Transformer], numerics
 
 
 @NUMERICS
+def test_experts_of_long_rows_do_not_depend_on_short_ones_beside_them(
+    models: dict[str, Transformer], numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the other way round, where short rows have no kernel of their own."""
+    model, short = models[numerics], 13
+    run, x, layer = run_of(model), some(model, 53, model.config.hidden_size), layers(model)[1].ffn
+    monkeypatch.setattr(layer, "_packed", None)
+    found = layer(x, rows_of(model, 53, short), run, "x")
+    assert torch.equal(found[:short], layer(x[:short], rows_of(model, short, short), run, "x"))
+    assert torch.equal(found[short:], layer(x[short:], rows_of(model, 40, 0), run, "x"))
+
+
+@NUMERICS
 @pytest.mark.parametrize("image", [False, True])
 def test_experts_agree_with_the_ops(models: dict[str, Transformer], numerics: str, image: bool) -> None:
     """To the last bits of exp and log1p, in which the two differ."""
