@@ -4,6 +4,7 @@ The public names load on first use, so `import rorqual` costs a blink and no tor
 
     model = rorqual.load("checkpoint/", numerics="fp32")
     tensors = rorqual.trace(model, input_ids)
+    outputs = rorqual.LLM(model).generate(["The whale", "A ship"], rorqual.SamplingParams(max_tokens=20))
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rorqual.analysis.trace import trace
     from rorqual.config import ModelConfig
+    from rorqual.engine.engine import Engine
+    from rorqual.engine.llm import LLM
+    from rorqual.engine.output import RequestOutput
+    from rorqual.engine.params import Constraint, SamplingParams
     from rorqual.errors import RorqualError
     from rorqual.layout import KVLayout
     from rorqual.model.load import load
@@ -29,15 +34,33 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "10000"
 
 _EXPORTS = {
+    "Constraint": "rorqual.engine.params",
+    "Engine": "rorqual.engine.engine",
     "KVLayout": "rorqual.layout",
+    "LLM": "rorqual.engine.llm",
+    "RequestOutput": "rorqual.engine.output",
     "RorqualError": "rorqual.errors",
     "ModelConfig": "rorqual.config",
+    "SamplingParams": "rorqual.engine.params",
     "load": "rorqual.model.load",
     "trace": "rorqual.analysis.trace",
     "train": "rorqual.training.run",
 }
 
-__all__ = ["KVLayout", "ModelConfig", "RorqualError", "__version__", "load", "trace", "train"]
+__all__ = [
+    "LLM",
+    "Constraint",
+    "Engine",
+    "KVLayout",
+    "ModelConfig",
+    "RequestOutput",
+    "RorqualError",
+    "SamplingParams",
+    "__version__",
+    "load",
+    "trace",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,9 @@ from rorqual.checkpoint import shipped
 from rorqual.cli import main
 from rorqual.cli.generate import asked
 from rorqual.config import CacheFormats, Mode, ModelConfig, Part, WeightFormats
-from rorqual.engine.generate import encode, generate
-from rorqual.engine.sampler import SamplingParams
+from rorqual.engine.generate import generate
+from rorqual.engine.params import SamplingParams
+from rorqual.engine.prompts import encode
 from rorqual.inventory.names import PARTS, expected_tensors
 from rorqual.model.transformer import Transformer
 from rorqual.training.data.tokens import SPECIAL_TOKENS

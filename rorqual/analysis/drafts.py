@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rorqual.engine.draft import feed_draft, propose
+from rorqual.engine.draft import feed_draft, propose_after
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
 from rorqual.errors import InputError
 from rorqual.model.step import SequenceOutput
@@ -124,7 +124,7 @@ class Drafting:
     def verify(self, token: int) -> Block:
         """Draft after the next token, and run both. The draft windows wait for `settle`."""
         following = torch.tensor([token])
-        drafts = propose([self.sequence], following, lambda logits_BV, _i: logits_BV.argmax(-1)).ids_Bg[0]
+        drafts = propose_after([self.sequence], following, lambda logits_BV, _i: logits_BV.argmax(-1)).ids_Bg[0]
         output = self.sequence.append(torch.cat((following, drafts)), logits_from=0)
         assert output.logits is not None
         choices, eos = output.logits.argmax(-1), self.sequence.model.config.eos_token_id

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rorqual.analysis.quality_windows import Windows
-from rorqual.engine.sampler import Sampler, SamplingParams
+from rorqual.engine.params import SamplingParams
+from rorqual.engine.sampler import Sampler
 from rorqual.engine.sequence import Prompt, new_cache
 from rorqual.engine.sequence import Sequence as Running
 from rorqual.errors import InputError

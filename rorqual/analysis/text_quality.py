@@ -17,7 +17,7 @@ from torch import Tensor
 from rorqual.analysis.positions import with_begin, without_begin
 from rorqual.analysis.text_words import RUN, copied, known_share, words
 from rorqual.engine.generate import generate
-from rorqual.engine.sampler import SamplingParams
+from rorqual.engine.params import SamplingParams
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
 from rorqual.training.data.tokens import ASSISTANT, END_THINK, SPECIAL_TOKENS, token_id

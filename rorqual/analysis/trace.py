@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rorqual.analysis.trace_state import is_row_tensor, join_pieces, record_state, record_truncated
-from rorqual.engine.draft import feed_draft, propose
+from rorqual.engine.draft import feed_draft, propose_after
 from rorqual.engine.ids import as_ids
 from rorqual.engine.images import ImageSource, image_prompt, read_images, span_starts
 from rorqual.engine.sequence import Prompt, check_choice, new_cache, resume
@@ -173,7 +173,7 @@ class Tracer:
         tap = self.tap
         tap.prefix, tap.stacked = prefix, True
         tap.skip = None if step < SPEC_DETAIL_STEPS else SPEC_DETAIL
-        proposal = propose([sequence], following, lambda logits, _i: logits.argmax(-1), tap)
+        proposal = propose_after([sequence], following, lambda logits, _i: logits.argmax(-1), tap)
         tap.add("input_ids", following)
         tap.add("output_ids", torch.cat((following, proposal.ids_Bg[0]))[None])
         tap.add("logits", proposal.logits_BgV)

@@ -19,7 +19,8 @@ from rorqual.bench.fresh import environment
 from rorqual.bench.report import Bar, JsonRow
 from rorqual.bench.timing import Sample, undisturbed
 from rorqual.checkpoint.shipped import passage
-from rorqual.engine.generate import encode, generate
+from rorqual.engine.generate import generate
+from rorqual.engine.prompts import encode
 from rorqual.model.load import load
 from rorqual.model.numerics import MODES
 from rorqual.ops.dispatch import Backend

@@ -65,6 +65,10 @@ class GlobalPages:
         if region.scale_bytes:
             scales[pages, slots] = rows.scales
 
+    def copy(self, source: int, target: int) -> None:
+        """Let page `target` hold what page `source` holds: a last page that two sequences go on writing apart."""
+        self.pool[target] = self.pool[source]
+
     def poison(self, pages: Tensor, byte: int = 0xFF) -> None:
         """Fill pages with a byte whose scales decode to NaN, so that a stale read shows in any output (tests)."""
         self.pool[pages] = byte

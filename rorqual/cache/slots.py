@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,12 @@ class SlotState:
         self.decoder.reset(decoder_start)
         self.draft.reset(decoder_start)
         self.pending = None
+
+    def copy(self) -> SlotState:
+        """The same, apart. Not in the middle of a chunked prefill."""
+        assert self.pending is None
+        spans = self.encoder, self.decoder, self.draft, self.tail, self.history
+        return SlotState(*(replace(span) for span in spans))
 
     def rewind(self, position: int) -> None:
         """Forget positions >= `position`: rejected drafts, or a regeneration within the rings' reach."""
@@ -86,6 +92,15 @@ class Slots:
             at = torch.arange(start - len(before), start, device=self.history.device) % self.history.shape[1]
             self.history[slot, at] = before.to(self.history.device)
             self.states[slot].history.lo = start - len(before)
+
+    def copy(self, source: int, target: int) -> None:
+        """Let `target` hold what `source` holds, between two steps: a fork."""
+        rings = self.rings.data, self.draft_rings.data
+        for data in rings:
+            data[:, target] = data[:, source]
+        for data in (*self.tails, self.history):
+            data[target] = data[source]
+        self.states[target] = self.states[source].copy()
 
     def lowest_rewind(self, slot: int, window: int, lookback: int) -> int:
         """The lowest position that the slot's rings, tails and history can be rewound to.

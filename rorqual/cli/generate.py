@@ -36,7 +36,7 @@ def command(
     from rorqual.checkpoint.shipped import passage
     from rorqual.cli.generation import print_stats
     from rorqual.engine.generate import generate
-    from rorqual.engine.sampler import SamplingParams
+    from rorqual.engine.params import SamplingParams
     from rorqual.model.load import load
 
     shown = ""
@@ -73,7 +73,7 @@ def introduced(text: str) -> str:
 
 def asked(model: Transformer, text: str) -> list[int]:
     """Ids of a conversation whose only turn is the user's, the reply opened: the chat encoding, thinking off."""
-    from rorqual.engine.generate import checked_tokenizer
+    from rorqual.engine.prompts import checked_tokenizer
     from rorqual.training.data.chat import chat_ids
     from rorqual.training.data.documents import Turn
 

@@ -1,23 +1,21 @@
-"""Text in, text out, one sequence: what `rorqual generate` runs."""
+"""Text in, text out, one sequence: what `rorqual generate` runs. An engine with one slot, that says what it cost."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from rorqual.engine.engine import Engine
 from rorqual.engine.ids import as_ids
-from rorqual.engine.images import ImageSource, image_prompt, read_images
-from rorqual.engine.sampler import Sampler, SamplingParams
-from rorqual.engine.sequence import Sequence as Running
-from rorqual.engine.sequence import check_choice, new_cache
-from rorqual.errors import InputError
+from rorqual.engine.images import ImageSource, read_images
+from rorqual.engine.output import RequestOutput
+from rorqual.engine.params import SamplingParams
+from rorqual.engine.prompts import encode
+from rorqual.engine.sequence import PREFILL_MODES, check_choice
+from rorqual.errors import FormatError, InputError
 from rorqual.model.transformer import Transformer
-from rorqual.model.vision.image import ImageInput, image_token_ids
 
 
 @dataclass(slots=True)
@@ -66,32 +64,6 @@ class Generation:
         return self.deltas
 
 
-def checked_tokenizer(model: Transformer, prompt: str) -> Tokenizer:
-    """The model's tokenizer. Raises InputError when there is none, or for a text that it cannot take."""
-    if model.tokenizer is None:
-        raise InputError("prompt: this checkpoint has no tokenizer.json; give token ids instead of text")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError("prompt: not valid UTF-8 text") from error
-    return model.tokenizer
-
-
-def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
-    """Token ids of a text: bos, one span per image, then the text.
-
-    Raises:
-        InputError: no tokenizer, or an empty prompt.
-    """
-    tokenizer = checked_tokenizer(model, prompt)
-    if not prompt and not images:
-        raise InputError("prompt: empty; give at least one character")
-    config = model.config
-    text = tokenizer.encode(prompt, add_special_tokens=False).ids
-    spans = [image_token_ids(i.grid, config.image_token_id) for i in images]
-    return torch.cat((torch.tensor([config.bos_token_id]), *spans, torch.tensor(text, dtype=torch.int64)))
-
-
 def generate(
     model: Transformer,
     prompt: str | Tensor | Sequence[int],
@@ -101,91 +73,77 @@ def generate(
     prefill: str = "ced",
     chunk: int | None = 512,
     images: Sequence[ImageSource] = (),
+    speculative: bool = False,
 ) -> Generation:
     """Generate up to `max_tokens` tokens after a prompt (text, or ids int64 [N]).
+
+    sampling: how; its `max_tokens` is not looked at.
 
     Raises:
         InputError: before anything is computed, for an empty prompt, ids or options outside their range, or a prompt
             that leaves no position for a new token.
     """
-    check_choice("prefill", prefill, ("ced", "full"))
-    if max_tokens < 1:
-        raise InputError(f"max_tokens: {max_tokens} is not legal; legal: at least 1")
-    pictures = read_images(model, images)
-    ids = encode(model, prompt, pictures) if isinstance(prompt, str) else as_ids(prompt, "prompt")
-    limit = model.config.max_position_embeddings
-    if len(ids) >= limit:
-        raise InputError(f"prompt: {len(ids)} tokens do not fit the model's {limit} positions with a new token")
-    budget = min(max_tokens, limit - len(ids))
+    check_choice("prefill", prefill, PREFILL_MODES)
+    params = replace(sampling or SamplingParams(), max_tokens=max_tokens)
+    if params.n != 1:
+        raise InputError(f"n: {params.n} is not legal here; legal: 1")
+    engine, ids, pictures = single(model, prompt, max_tokens, chunk, images, speculative)
+    name = engine.submit(ids, params, images=pictures, prefill=prefill)
     result = Generation(iter(()))
-    result.deltas = _stream(model, ids, pictures, budget, sampling or SamplingParams(), prefill, chunk, result)
+    result.deltas = _stream(engine, name, result)
     return result
 
 
-def _stream(
+def single(
     model: Transformer,
-    ids: Tensor,
-    pictures: Sequence[ImageInput],
-    budget: int,
-    sampling: SamplingParams,
-    prefill: str,
+    prompt: str | Tensor | Sequence[int],
+    max_tokens: int,
     chunk: int | None,
-    result: Generation,
-) -> Iterator[str]:
-    stats, sampler = result.stats, Sampler(sampling)
-    sequence = Running(model, new_cache(model, len(ids) + budget))
-    decoder = Detokenizer(model.tokenizer)
-    start = time.perf_counter()
-    logits = sequence.prefill(image_prompt(model, ids, pictures), mode=prefill, chunk=chunk)[-1].logits
-    stats.prompt_tokens, stats.prefill_seconds = len(ids), time.perf_counter() - start
-    stats.layer_tokens = sequence.layer_tokens
-    stats.layer_tokens_full = len(ids) * model.config.num_hidden_layers
-    stats.window_bytes = sequence.cache.slots.rings.nbytes
-    stats.sequence_bytes = sequence.cache.slots.nbytes
-    stats.page_bytes, stats.capacity = sequence.cache.pages.nbytes, sequence.capacity
-    start = time.perf_counter()
-    stats.finish_reason = "length"
-    for n in range(budget):
-        assert logits is not None
-        token = sampler(logits[-1])
-        result.ids.append(token)
-        stats.new_tokens = n + 1
-        stats.decode_seconds = time.perf_counter() - start
-        if token == model.config.eos_token_id:
-            stats.finish_reason = "stop"
-            break
-        if delta := decoder.add(token):
-            yield delta
-        if n + 1 < budget:
-            logits = sequence.append(torch.tensor([token])).logits
-    if rest := decoder.flush():
-        yield rest
+    images: Sequence[ImageSource],
+    speculative: bool,
+) -> tuple[Engine, Tensor, Sequence[ImageSource]]:
+    """An engine with the pages of one request, and that request's ids and images."""
+    pictures = read_images(model, images)
+    ids = encode(model, prompt, pictures) if isinstance(prompt, str) else as_ids(prompt, "prompt")
+    if chunk is not None and chunk < 1:
+        raise InputError(f"chunk: {chunk} is not at least 1")
+    positions = min(len(ids) + max_tokens, model.config.max_position_embeddings)
+    engine = Engine(
+        model,
+        slots=1,
+        pages=model.layout.pages(positions) or 1,
+        speculative=speculative,
+        chunk_tokens=chunk or positions,
+    )
+    return engine, ids, pictures
 
 
-class Detokenizer:
-    """Text deltas of a token stream; bytes of one character split over tokens are held back until it is whole."""
+def _stream(engine: Engine, name: str, result: Generation) -> Iterator[str]:
+    output, stats = engine.output(name), result.stats
+    _sizes(stats, engine)
+    layers = engine.model.config.num_hidden_layers
+    for delta in engine.stream(name):
+        result.ids += delta.token_ids
+        _costs(stats, output, layers)
+        if delta.finish_reason == "error":
+            raise FormatError(str(delta.stopped_by))
+        if delta.text:
+            yield delta.text
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.shown = 0
 
-    def add(self, token: int) -> str:
-        """The text that this token completes; without a tokenizer, its id and a space."""
-        if self.tokenizer is None:
-            return f"{token} "
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            return ""
-        delta, self.shown = text[self.shown :], len(text)
-        if "\n" in delta and len(self.ids) > 1:
-            # A line end is a safe place to forget the past, so that each delta costs the same.
-            self.ids, self.shown = [], 0
-        return delta
+def _sizes(stats: Stats, engine: Engine) -> None:
+    cache = engine.cache
+    stats.window_bytes = cache.slots.rings.nbytes
+    stats.sequence_bytes = cache.slots.nbytes
+    stats.page_bytes, stats.capacity = cache.pages.nbytes, engine.plan.pool_tokens
 
-    def flush(self) -> str:
-        """What is left at the end, incomplete bytes included."""
-        if self.tokenizer is None or not self.ids:
-            return ""
-        return self.tokenizer.decode(self.ids, skip_special_tokens=True)[self.shown :]
+
+def _costs(stats: Stats, output: RequestOutput, layers: int) -> None:
+    counts, times = output.counts, output.times
+    assert times.first_token is not None and times.last_token is not None
+    if not stats.new_tokens:
+        stats.prompt_tokens, stats.layer_tokens = counts.prompt, counts.layer_tokens
+        stats.layer_tokens_full = counts.prompt * layers
+        stats.prefill_seconds = times.first_token - (times.admitted or times.arrived)
+    stats.new_tokens, stats.decode_seconds = counts.new, times.last_token - times.first_token
+    stats.finish_reason = output.finish_reason or "length"

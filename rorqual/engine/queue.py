@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rorqual.pool.prefix import PrefixChain
 
@@ -41,7 +41,11 @@ class Track:
     decoder_floor: int = 0
     since: int = 0
     told: int = 0
-    """Pages that plans have named since its slot was given; 0 where no step has reset the slot yet."""
+    """Pages that the runner knows of: plans have named them since its slot was given, or a fork has."""
+    begun: bool = False
+    """A step has reset its slot."""
+    copies: int = 0
+    """Forks to come at the end of its prefill."""
 
     @property
     def tokens(self) -> int:
@@ -57,6 +61,22 @@ class Track:
     def decoding(self) -> bool:
         """Only the newest token, and what is proposed after it, is still to be computed."""
         return self.slot is not None and self.computed == self.tokens - 1 and self.tokens > self.target
+
+    def fork(self, child: str, arrival: int, new_tokens: int) -> Track:
+        """A request of its own with the same tokens, that holds nothing."""
+        return replace(
+            self,
+            id=child,
+            arrival=arrival,
+            chain=self.chain.fork(),
+            limit=self.tokens + new_tokens - 1,
+            slot=None,
+            computed=0,
+            proposed=0,
+            told=0,
+            begun=False,
+            copies=0,
+        )
 
 
 class WaitingQueue:

@@ -17,6 +17,7 @@ from rorqual.engine.tokens import Tokens
 from rorqual.model.forward import forward
 from rorqual.model.step import SequenceOutput, SequenceStep
 from rorqual.model.transformer import Transformer
+from rorqual.pool.manager import Fork
 
 
 class Runner:
@@ -43,11 +44,24 @@ class Runner:
         """
         steps = [self._step(own, tokens[own.request], (drafts or {}).get(own.request, ())) for own in plan.sequences]
         outputs = forward(self.model, self.cache, steps)
-        config = self.model.config
-        for step, output in zip(steps, outputs, strict=True):
-            decoded = (output.end - output.first) * (config.num_hidden_layers - config.decoder_start)
-            self.layer_tokens += (step.end - step.start) * config.decoder_start + decoded
+        self.layer_tokens += sum(
+            self.layers_run(own, output) for own, output in zip(plan.sequences, outputs, strict=True)
+        )
         return outputs
+
+    def layers_run(self, plan: SequencePlan, output: SequenceOutput) -> int:
+        """Rows x layers that ran for one sequence of a step."""
+        config = self.model.config
+        decoded = (output.end - output.first) * (config.num_hidden_layers - config.decoder_start)
+        return plan.rows * config.decoder_start + decoded
+
+    def fork(self, made: Fork, pages: Sequence[int]) -> None:
+        """Copy private state, and a last page that is not full. pages: the child's block table."""
+        source, target = made.slot
+        self.cache.slots.copy(source, target)
+        if made.page is not None:
+            self.cache.pages.copy(*made.page)
+        self._tables[target] = torch.tensor(pages, dtype=torch.int64, device=self.model.device)
 
     def rewind(self, slot: int, position: int) -> None:
         """Forget a slot's positions >= `position`: rejected drafts."""

@@ -1,9 +1,10 @@
 """Which rows are computed next, in integers only: it sees no tensor, no token and no text.
 
 A step takes decode and verification rows of every running request first, then prefill rows in order of service, as far
-as its budget goes. A request that needs a page when none is left takes those of the one served last, which waits again
-and comes back through the prefix index. What is running alone always fits (`submit`), so the one served first always
-ends.
+as its budget goes, and at most one chunk of more than `SHORT_SEGMENT` rows. Such a chunk begins and ends where it would
+without any neighbour, and nobody shares its products, so that a request's tokens do not depend on who runs beside it
+(DESIGN 12). A request that needs a page when none is left takes those of the one served last, which waits again and
+comes back through the prefix index. What is running alone always fits (`submit`), so the one served first always ends.
 
 Cold, chunked, resumed and preempted requests differ in their numbers alone: `computed`, and three floors.
 """
@@ -11,31 +12,13 @@ Cold, chunked, resumed and preempted requests differ in their numbers alone: `co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from rorqual.engine.plan import SequencePlan, StepPlan
 from rorqual.engine.queue import Track, WaitingQueue
+from rorqual.engine.room import Room, SchedulerLimits
 from rorqual.errors import CapacityError, InputError
-from rorqual.pool.manager import KVManager
+from rorqual.pool.manager import Fork, KVManager
 from rorqual.pool.prefix import PrefixChain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """step_tokens: rows of a step. patience: steps after which a waiting request goes before every other.
-
-    waiting: requests that may wait; None for any number.
-    """
-
-    step_tokens: int = 512
-    patience: int = 1000
-    waiting: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("step_tokens", "patience", "waiting"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name}: {value} is not legal; legal: at least 1")
 
 
 class Scheduler:
@@ -57,6 +40,7 @@ class Scheduler:
         self._running: dict[str, Track] = {}
         self._arrivals = 0
         self._steps = 0
+        self._lost: list[str] = []
 
     @property
     def running(self) -> int:
@@ -83,8 +67,11 @@ class Scheduler:
         prefill: str = "ced",
         logits_from: int | None = None,
         speculative: bool = False,
+        copies: int = 0,
     ) -> Track:
         """Let a request wait. chain: of its prompt, extended by `accepted` from then on. new_tokens: at most.
+
+        copies: forks that will be made of it at the end of its prefill, for which slots are kept free.
 
         Raises:
             InputError: it could never run.
@@ -98,6 +85,8 @@ class Scheduler:
         if not self.kv.fits(limit):
             room = self.kv.pages.pages * self.kv.page_tokens
             raise InputError(f"prompt: {len(chain)} tokens with {new_tokens} new ones never fit the cache's {room}")
+        if copies >= self.kv.slots.slots:
+            raise InputError(f"n: {copies + 1} completions at once need as many slots; there are {self.kv.slots.slots}")
         if self.limits.waiting is not None and len(self._waiting) >= self.limits.waiting:
             raise CapacityError(f"queue: {len(self._waiting)} requests wait already, which is the limit")
         track = Track(
@@ -109,26 +98,25 @@ class Scheduler:
             prefill=prefill,
             logits_from=logits_from,
             speculative=speculative,
+            copies=copies,
         )
-        self._arrivals += 1
-        self._waiting.add(track, self._steps)
+        self._wait(track)
         return track
 
     def step(self) -> StepPlan:
         """The next step; falsy when there is nothing to do. Its results come back by `accepted`, or `abort`."""
+        room = Room(self.limits)
         preempted: list[str] = []
         plans: list[SequencePlan] = []
-        budget = self.limits.step_tokens
-        for track in self._served():
-            if track.decoding and track.id in self._running and budget:
-                budget -= self._plan(track, budget, plans, preempted)
-        for track in self._served():
-            if not track.decoding and track.id in self._running and budget:
-                budget -= self._plan(track, budget, plans, preempted)
+        for decoding in (True, False):
+            for track in self._served():
+                if track.decoding == decoding and track.id in self._running:
+                    self._plan(track, room, plans, preempted)
         # Whoever lost its pages in this step does not take them back in it.
-        while budget and not preempted and (admitted := self._admit()) is not None:
-            budget -= self._plan(admitted, budget, plans, preempted)
-        made = StepPlan(number=self._steps, sequences=tuple(plans), preempted=tuple(preempted))
+        while not preempted and room.any and (admitted := self._admit()) is not None:
+            self._plan(admitted, room, plans, preempted)
+        made = StepPlan(number=self._steps, sequences=tuple(plans), preempted=tuple(self._lost + preempted))
+        self._lost = []
         self._steps += 1
         return made
 
@@ -160,6 +148,58 @@ class Scheduler:
         self.kv.release(request)
         track.slot = None
 
+    def fork(self, request: str, child: str, *, new_tokens: int, plan: SequencePlan | None = None) -> Fork | None:
+        """A second request with the tokens of a first one, which goes on apart; what to copy for it.
+
+        Without a copy (None) the child waits, to come through the prefix index: the request is not decoding, or there
+        is no slot or page.
+
+        Args:
+            request: running or waiting.
+            child: an id that is not there.
+            new_tokens: that the child may have, at most.
+            plan: the step's, that has just reached the request's newest token: all of it stands in the cache, and both
+                are to be told their next tokens by `accepted`, the child by the plan with its own id.
+        """
+        assert child not in self, f"{child} is there already"
+        track = self.track(request)
+        twin = track.fork(child, self._arrivals, new_tokens)
+        if not self.kv.fits(twin.limit):
+            raise InputError(f"fork: {track.tokens} tokens with {new_tokens} new ones never fit the cache")
+        if plan is None and not track.decoding:
+            self._wait(twin)
+            return None
+        end = track.computed if plan is None else plan.end
+        if plan is not None:
+            self.kv.publish(track.id, track.chain.keys[: end // self.kv.page_tokens])
+            track.copies = max(0, track.copies - 1)
+        try:
+            made = self.kv.fork(track.id, child, end)
+        except CapacityError:
+            self._wait(twin)
+            return None
+        twin.slot, twin.computed, twin.told, twin.begun = made.slot[1], track.computed, self.kv.pages_of(end), True
+        self._arrivals += 1
+        self._running[child] = twin
+        return made
+
+    def drop_copy(self, request: str) -> None:
+        """One of the forks to come is not needed: its slot need not be kept."""
+        track = self.track(request)
+        track.copies = max(0, track.copies - 1)
+
+    def rewind(self, request: str, position: int) -> None:
+        """Forget tokens at positions >= `position`, at least 1: the request comes back through the prefix index."""
+        track = self.track(request)
+        assert 0 < position <= track.tokens
+        track.chain.truncate(position)
+        self.preempt(request)
+
+    def preempt(self, request: str) -> None:
+        """Let a running request wait again, without slot and pages; a waiting one goes on waiting."""
+        if request in self._running:
+            self._preempt(self._running[request], self._lost)
+
     def check_integrity(self) -> None:
         """Of the pools; and running requests, and they alone, hold something."""
         self.kv.check_integrity()
@@ -173,17 +213,19 @@ class Scheduler:
         """Running requests, first served first; a copy, because planning may preempt."""
         return iter(sorted(self._running.values(), key=lambda track: track.place))
 
-    def _plan(self, track: Track, budget: int, plans: list[SequencePlan], preempted: list[str]) -> int:
-        """Rows planned for a running request, 0 where it was preempted itself."""
+    def _plan(self, track: Track, room: Room, plans: list[SequencePlan], preempted: list[str]) -> None:
+        """Plan rows of a running request, as many as there is room for; none where it is preempted itself."""
         known = track.tokens + (track.proposed if track.decoding else 0)
-        end = min(known, track.limit, track.computed + budget)
+        end = track.computed + room.take(min(known, track.limit) - track.computed)
+        if end == track.computed:
+            return
         while not self.kv.extend(track.id, end):
             # Only decode rows come here, a prefill has all of its pages: everybody planned so far is served before it.
             victim = max(self._running.values(), key=lambda other: other.place)
             assert all(plan.request != victim.id for plan in plans)
             self._preempt(victim, preempted)
             if victim is track:
-                return 0
+                return
         pages = tuple(self.kv.block_table(track.id, track.told))
         reached = end >= track.tokens
         first = track.tokens - 1 if track.logits_from is None else max(track.logits_from, track.computed)
@@ -194,7 +236,7 @@ class Scheduler:
                 end=end,
                 slot=self.kv.slot(track.id),
                 new_pages=pages,
-                reset=not track.told,
+                reset=not track.begun,
                 drafts=max(0, end - track.tokens),
                 write_floor=track.write_floor,
                 window_floor=track.window_floor,
@@ -203,20 +245,24 @@ class Scheduler:
                 logits_from=min(first, end) if reached or track.logits_from is not None else end,
             )
         )
-        track.told += len(pages)
-        return end - track.computed
+        track.told, track.begun = track.told + len(pages), True
+
+    def _wait(self, track: Track) -> None:
+        self._arrivals += 1
+        self._waiting.add(track, self._steps)
 
     def _admit(self) -> Track | None:
         """The next waiting request, with a slot and pages for all that it knows; None where it has to go on waiting."""
+        kept = sum(track.copies for track in self._running.values())
         for track in self._waiting.ordered(self._steps):
             # Logits of the prompt are computed, and so is the prompt.
             keys = track.chain.keys if track.logits_from is None else []
-            if not self.kv.admits(keys, track.tokens, track.tokens):
+            if self.kv.slots.free <= kept + track.copies or not self.kv.admits(keys, track.tokens, track.tokens):
                 return None  # nobody overtakes: what is free is being saved for it
             found = self.kv.admit(track.id, keys, track.tokens, track.tokens)
             self._waiting.remove(track)
             start = found.hit - (self._replay(found.hit, track.tokens, track.prefill) if found.hit else 0)
-            track.slot, track.told, track.target = found.slot, 0, track.tokens
+            track.slot, track.told, track.begun, track.target = found.slot, 0, False, track.tokens
             track.computed, track.write_floor, track.window_floor = start, found.hit, start
             late = track.target - self.kv.window  # what of a CED prefill the decoder runs on
             track.decoder_floor = start if track.prefill == "full" else late if late > start else 0

@@ -28,6 +28,12 @@ class Tokens:
     def extend(self, ids: Sequence[int]) -> None:
         self.generated += ids
 
+    def fork(self) -> Tokens:
+        """The same so far; they go on apart."""
+        twin = Tokens(self.prompt)
+        twin.generated = self.generated[:]
+        return twin
+
     def truncate(self, length: int) -> None:
         """Forget generated tokens at positions >= `length`."""
         assert length >= len(self.prompt), "a prompt is not cut"

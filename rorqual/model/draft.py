@@ -89,8 +89,9 @@ class Draft(nn.Module):
         next_ids_B: Tensor,
         choose: Choose,
         run: Run,
+        drafts: int | None = None,
     ) -> Proposal:
-        """Draft a block after each sequence's already-sampled next token.
+        """Draft a block, or the first `drafts` of it, after each sequence's already-sampled next token.
 
         Args:
             cache: whose draft windows end at position p of each slot.
@@ -105,7 +106,8 @@ class Draft(nn.Module):
         inner = Run(ops=run.ops, numerics=run.numerics, kv=DraftKV(self.config, cache, run), tap=run.tap)
         hidden = self.block_hidden(run.numerics.round(embed[ids.flatten()]), rows, inner)
         logits = self.block_logits(hidden, head, rows.short_rows, run).unflatten(0, (len(slots), block))
-        return self._sample(logits, hidden.unflatten(0, (len(slots), block)), next_ids_B, choose, run.ops)
+        hidden = hidden.unflatten(0, (len(slots), block))
+        return self._sample(logits[:, :drafts], hidden[:, :drafts], next_ids_B, choose, run.ops)
 
     def block_hidden(self, embedded_TD: Tensor, rows: Rows, run: Run) -> Tensor:
         """The last layer's collapsed stream [T, D] of block rows, un-normed; `run.kv` gives them their windows."""

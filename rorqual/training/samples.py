@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rorqual.engine.sampler import Sampler, SamplingParams
+from rorqual.engine.params import SamplingParams
+from rorqual.engine.sampler import Sampler
 from rorqual.training.batch import Packed
 from rorqual.training.learner import Learner, Phase
 

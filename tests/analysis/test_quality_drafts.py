@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rorqual.analysis.drafts import Block, Tally, follow, plain_greedy, speculate
-from rorqual.engine.draft import propose
+from rorqual.engine.draft import propose_after
 from rorqual.errors import InputError
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
@@ -40,14 +40,14 @@ def clairvoyant(monkeypatch: pytest.MonkeyPatch, coming: list[int], right: int) 
     """A draft that knows the text, and is wrong from its draft `right` on."""
 
     def know(sequences, following, choose, tap=None):  # type: ignore[no-untyped-def]
-        made = propose(sequences, following, choose, tap)
+        made = propose_after(sequences, following, choose, tap)
         at = sequences[0].length - PROMPT + 1
         block = made.ids_Bg.shape[1]
         told = (coming[at:] + [0] * block)[:block]
         ids = [token if i < right else (token + 1) % 500 for i, token in enumerate(told)]
         return replace(made, ids_Bg=torch.tensor([ids], dtype=torch.int64))
 
-    monkeypatch.setattr("rorqual.analysis.drafts.propose", know)
+    monkeypatch.setattr("rorqual.analysis.drafts.propose_after", know)
 
 
 @pytest.mark.parametrize("right", [0, 3, 5])
@@ -66,7 +66,7 @@ def test_acceptance_counts_what_was_kept(model: Transformer, monkeypatch: pytest
 def test_nothing_is_said_after_the_end(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_greedy(model, prompt_ids(seed=2), 16)
     end = next(i for i in range(8, 16) if plain[i] not in plain[:i])
-    monkeypatch.setattr("rorqual.analysis.drafts.propose", propose)
+    monkeypatch.setattr("rorqual.analysis.drafts.propose_after", propose_after)
     object.__setattr__(model, "config", model.config.replace(eos_token_id=plain[end]))
     try:
         assert plain_greedy(model, prompt_ids(seed=2), 16) == plain[: end + 1]

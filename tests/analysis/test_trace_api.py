@@ -14,7 +14,7 @@ from rorqual.analysis.trace import trace
 from rorqual.checkpoint.random import write_random
 from rorqual.config import presets
 from rorqual.engine.generate import generate
-from rorqual.engine.sampler import SamplingParams
+from rorqual.engine.params import SamplingParams
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
 from rorqual.errors import CapacityError, ConfigError, FormatError, InputError
 from rorqual.model.load import load

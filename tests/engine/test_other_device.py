@@ -15,10 +15,10 @@ from models import GOLDENS, PAGE, golden, random_ids, tiny, tiny_folder
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rorqual.engine.draft import feed_draft, propose
+from rorqual.engine.draft import feed_draft, propose_after
 from rorqual.engine.generate import generate
 from rorqual.engine.images import image_prompt, read_images
-from rorqual.engine.sampler import SamplingParams
+from rorqual.engine.params import SamplingParams
 from rorqual.engine.sequence import Prompt, Sequence, new_cache, resume
 from rorqual.errors import InputError
 from rorqual.model import load as loading
@@ -42,7 +42,7 @@ def passed(model: Transformer) -> Passed:
     assert sequence.cache.pages.pool.device == sequence.cache.slots.history.device == model.device
     output = sequence.prefill(Prompt(ids=ids), chunk=34)[-1]
     feed_draft(sequence, output)
-    drafts = propose([sequence], torch.tensor([7]), lambda logits, _: logits.argmax(-1)).ids_Bg
+    drafts = propose_after([sequence], torch.tensor([7]), lambda logits, _: logits.argmax(-1)).ids_Bg
     verified = sequence.append(torch.cat((torch.tensor([7]), drafts[0, :2].cpu())), logits_from=0)
     sequence.rewind(41)
     resume(sequence, Prompt(ids=ids), 32)

@@ -1,0 +1,134 @@
+"""A caller's prompt and parameters become a request with its completions, or one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rorqual.engine.grammar import Grammars, Matcher
+from rorqual.engine.identity import fingerprint
+from rorqual.engine.images import ImageSource
+from rorqual.engine.output import Counts, RequestOutput, Times
+from rorqual.engine.params import SamplingParams
+from rorqual.engine.prompts import PromptInput, read_prompt
+from rorqual.engine.request import Live, Request
+from rorqual.engine.sampler import Sampler
+from rorqual.engine.tokens import Tokens
+from rorqual.errors import InputError
+from rorqual.model.transformer import Transformer
+from rorqual.pool.prefix import PrefixChain, root_key
+
+
+class Intake:
+    """Makes requests for one model.
+
+    Args:
+        model: its tokenizer, ids and positions.
+        page_tokens: of the cache.
+        max_model_len: tokens of a request, prompt and new ones.
+        clock: of arrivals.
+    """
+
+    def __init__(self, model: Transformer, page_tokens: int, max_model_len: int, clock: Callable[[], float]) -> None:
+        self.model, self.page_tokens, self.max_model_len = model, page_tokens, max_model_len
+        self.fingerprint = fingerprint(model)
+        self._clock = clock
+        self._grammars: Grammars | None = None
+
+    def request(
+        self,
+        name: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        salt: str,
+        images: Sequence[ImageSource],
+        speculative: bool,
+        prefill: str,
+        priority: int,
+    ) -> Request:
+        """A request of `params.n` completions.
+
+        Raises:
+            InputError: what is not legal, by name.
+        """
+        self._check_ids(params)
+        made, images_at = read_prompt(self.model, prompt, images)
+        ids = made.ids.tolist()
+        chain = PrefixChain(root_key(self.fingerprint, self.page_tokens, salt), self.page_tokens, images_at)
+        chain.extend(ids)
+        own = Request(
+            id=name,
+            params=params,
+            chain=chain,
+            output=self._output(name, ids, params.prompt_logprobs is not None),
+            budget=self._budget(len(ids), params),
+            speculative=speculative,
+            priority=priority,
+            prefill="full" if params.prompt_logprobs is not None else prefill,
+            ends=self._ends(params),
+        )
+        tokens, matcher = Tokens(made), self.matcher(params)
+        for index in range(params.n):
+            self._live(own, tokens.fork(), matcher if matcher is None else matcher.fork(), index)
+        return own
+
+    def fork(self, parent: Live, name: str, params: SamplingParams) -> Request:
+        """A request whose prompt is all that a completion has had so far."""
+        if params.n != 1 or params.prompt_logprobs is not None:
+            raise InputError("fork: n and prompt_logprobs are not legal; legal: one completion")
+        self._check_ids(params)
+        request, tokens = parent.request, parent.tokens.fork()
+        ids = [*request.output.prompt_token_ids, *parent.completion.token_ids]
+        own = Request(
+            id=name,
+            params=params,
+            chain=request.chain,
+            output=self._output(name, ids, False),
+            budget=self._budget(len(ids), params),
+            speculative=request.speculative,
+            priority=request.priority,
+            prefill=request.prefill,
+            ends=self._ends(params),
+        )
+        self._live(own, tokens, self.matcher(params), 0)
+        return own
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """A fresh one of the constraint; None without."""
+        if params.constraint is None:
+            return None
+        if self._grammars is None:
+            config = self.model.config
+            self._grammars = Grammars(self.model.tokenizer, config.vocab_size, config.eos_token_id)
+        return self._grammars.matcher(params.constraint)
+
+    def _live(self, own: Request, tokens: Tokens, matcher: Matcher | None, index: int) -> None:
+        ids = own.output.prompt_token_ids
+        sampler = Sampler(own.params, prompt=ids, ends=own.ends, matcher=matcher, index=index)
+        Live(own, f"{own.id}/{index}", tokens, sampler, self.model.tokenizer)
+
+    def _output(self, name: str, ids: list[int], logprobs: bool) -> RequestOutput:
+        return RequestOutput(
+            request=name,
+            prompt_token_ids=ids,
+            completions=[],
+            counts=Counts(prompt=len(ids)),
+            times=Times(arrived=self._clock()),
+            prompt_logprobs=[None] * len(ids) if logprobs else None,
+        )
+
+    def _budget(self, prompt: int, params: SamplingParams) -> int:
+        limit = self.max_model_len
+        if prompt >= limit:
+            raise InputError(f"prompt: {prompt} tokens leave no room for a new one; the limit is {limit} tokens in all")
+        return min(params.max_tokens, limit - prompt)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else {self.model.config.eos_token_id})
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        vocabulary = self.model.config.vocab_size
+        for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
+            for token in ids:
+                if not 0 <= token < vocabulary:
+                    raise InputError(f"{name}: id {token} is outside the vocabulary; legal: 0..{vocabulary - 1}")
