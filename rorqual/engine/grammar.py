@@ -16,6 +16,9 @@ from rorqual.errors import InputError
 
 INSTALL = "constraint: needs llguidance, which is not installed; pip install 'rorqual[constraints]'"
 
+COMPACT = {"whitespace_flexible": False}
+"""JSON without free white space: a small model would go on with blank lines until its budget ends."""
+
 
 class Grammars:
     """Compiles constraints for one tokenizer.
@@ -51,9 +54,10 @@ class Grammars:
         try:
             match constraint.kind:
                 case "json_object":
-                    grammar = make.grammar_from_json_schema({"type": "object"})
+                    grammar = make.grammar_from_json_schema({"type": "object"}, COMPACT)
                 case "json_schema":
-                    grammar = make.grammar_from_json_schema(value if isinstance(value, str) else json.dumps(value))
+                    schema = value if isinstance(value, str) else json.dumps(value)
+                    grammar = make.grammar_from_json_schema(schema, COMPACT)
                 case "regex":
                     grammar = make.grammar_from_regex(value)
                 case "choice":
