@@ -78,6 +78,12 @@ class WindowRings:
         ring[index, : self.code_bytes] = rows.codes[skip:]
         ring[index, self.code_bytes :] = rows.scales[skip:]
 
+    def write_rows(self, layer: int, slots_T: Tensor, positions_T: Tensor, rows: Packed) -> None:
+        """Store one position of each given slot; no two rows meet in one place of a ring."""
+        ring, index = self.data[layer], positions_T % self.rows
+        ring[slots_T, index, : self.code_bytes] = rows.codes
+        ring[slots_T, index, self.code_bytes :] = rows.scales
+
     def read(self, layer: int, slot: int, start: int, end: int) -> Packed:
         """Codes and scales of positions [start, end); the caller asks only for what the span holds."""
         assert end - start <= self.rows

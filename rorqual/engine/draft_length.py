@@ -19,6 +19,10 @@ FORGET = 0.98
 """Weight that a measurement keeps after the next one: the last fifty or so count."""
 FEW = 4
 """Measurements before which nothing is concluded."""
+UNKNOWN = 9.0, 1.0
+"""A step's (base, each) before they are known: a row is a tenth of a step of one."""
+PROBE = 32
+"""Steps without drafts after which they are tried again."""
 
 
 class StepCost:
@@ -41,14 +45,27 @@ class StepCost:
 
     @property
     def line(self) -> tuple[float, float]:
-        """(base, each); only their quotient matters to a choice. Before enough was seen, a row is a tenth of a step."""
+        """(base, each) in seconds; `UNKNOWN` before enough was seen, where only the quotient means anything."""
         n, rows, seconds, squares, products = self._sums
         spread = n * squares - rows * rows
         if self._count < FEW or spread <= 1e-6 * n * squares:
-            return 9.0, 1.0
+            return UNKNOWN
         each = (n * products - rows * seconds) / spread
         each = min(max(each, 1e-3 * seconds / rows), seconds / rows)
         return (seconds - each * rows) / n, each
+
+    @property
+    def settled(self) -> bool:
+        """Enough was seen."""
+        return self._count >= FEW
+
+    def seconds(self, rows: int) -> float:
+        """Of a step over so many; in proportion to their mean where only one number was seen."""
+        _, total, seconds, _, _ = self._sums
+        if self.line == UNKNOWN:
+            return seconds * rows / total
+        base, each = self.line
+        return base + each * rows
 
 
 def survivals(confidence_logits: Sequence[float]) -> list[float]:
@@ -92,3 +109,38 @@ def draft_lengths(requests: Sequence[Sequence[float]], rows: int, line: tuple[fl
         else:
             heapq.heappop(queue)
     return lengths
+
+
+class Worth:
+    """Whether drafting pays at all: tokens a second with drafts and without, by what was measured so far.
+
+    Drafting costs time whether or not anything of it is verified; with many requests at once it may cost more than it
+    gives. What is expected of drafts is the mean of survivals seen; every `PROBE` steps without, they are tried again.
+    Only the past decides, so nothing is lost by it.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.drafting = StepCost(), StepCost()
+        self._seen: list[float] = []
+        self._rest = 0
+
+    def saw(self, requests: Sequence[Sequence[float]]) -> None:
+        """Survivals of drafts that were made."""
+        for own in requests:
+            self._seen += [0.0] * (len(own) - len(self._seen)) if self._seen else list(own)
+            for at, survival in enumerate(own):
+                self._seen[at] += (1 - FORGET) * (survival - self._seen[at])
+
+    def pays(self, requests: int, rows: int) -> bool:
+        """requests: that would have drafts. rows: of the next step without any."""
+        if not self._seen or not (self.steps.settled and self.drafting.settled):
+            return True
+        base, each = self.steps.line
+        lengths = draft_lengths([self._seen] * requests, rows, (base, each))
+        tokens = rows + sum(sum(self._seen[:length]) for length in lengths)
+        drafted = base + each * (rows + sum(lengths)) + self.drafting.seconds(requests)
+        if tokens * (base + each * rows) > rows * drafted:
+            self._rest = 0
+            return True
+        self._rest += 1
+        return self._rest % PROBE == 0

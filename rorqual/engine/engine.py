@@ -23,12 +23,12 @@ from rorqual.engine.memory import plan_engine
 from rorqual.engine.output import Counts, Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
-from rorqual.engine.request import NO_DRAFTS, Live, Request
+from rorqual.engine.request import Live, Request
 from rorqual.engine.room import SchedulerLimits
 from rorqual.engine.runner import Runner
 from rorqual.engine.scheduler import Scheduler
 from rorqual.engine.sequence import PREFILL_MODES, REPLAY_MODES, check_choice
-from rorqual.engine.speculation import Speculator
+from rorqual.engine.speculation import NO_DRAFTS, Speculator
 from rorqual.engine.stats import EngineStats, Log, bytes_by_group
 from rorqual.engine.stepper import Stepper
 from rorqual.errors import InputError

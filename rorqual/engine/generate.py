@@ -124,9 +124,9 @@ def _stream(engine: Engine, name: str, result: Generation) -> Iterator[str]:
     layers = engine.model.config.num_hidden_layers
     for delta in engine.stream(name):
         result.ids += delta.token_ids
-        _costs(stats, output, layers)
         if delta.finish_reason == "error":
             raise FormatError(str(delta.stopped_by))
+        _costs(stats, output, layers)
         if delta.text:
             yield delta.text
 

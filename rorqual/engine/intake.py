@@ -120,7 +120,7 @@ class Intake:
     def _budget(self, prompt: int, params: SamplingParams) -> int:
         limit = self.max_model_len
         if prompt >= limit:
-            raise InputError(f"prompt: {prompt} tokens leave no room for a new one; the limit is {limit} tokens in all")
+            raise InputError(f"prompt: {prompt} tokens do not fit the model's {limit} positions with a new token")
         return min(params.max_tokens, limit - prompt)
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:

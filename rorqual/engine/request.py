@@ -12,12 +12,10 @@ from torch import Tensor
 from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.sampler import Sampler
-from rorqual.engine.speculation import Drafts
+from rorqual.engine.speculation import NO_DRAFTS
 from rorqual.engine.text import Detokenizer, StopText
 from rorqual.engine.tokens import Tokens
 from rorqual.pool.prefix import PrefixChain
-
-NO_DRAFTS = Drafts(ids=[])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

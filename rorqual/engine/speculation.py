@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.draft import Fed, feed, propose
-from rorqual.engine.draft_length import StepCost, draft_lengths, survivals
+from rorqual.engine.draft_length import Worth, draft_lengths, survivals
 from rorqual.engine.noise import ACCEPT, DRAFT, TOKEN
 from rorqual.engine.sampler import Sampler, probabilities
 from rorqual.errors import InputError
@@ -33,6 +33,9 @@ class Drafts:
 
     ids: list[int]
     weights: list[Tensor] | None = None
+
+
+NO_DRAFTS = Drafts(ids=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,9 @@ class Speculator:
         self.width = block if width is None else width
         if not 1 <= self.width <= block:
             raise InputError(f"draft_tokens: {width} is not legal; legal: 1..{block}, the block of this model's draft")
-        self.cost = StepCost()
+        self.worth = Worth()
+        self.drafted = 0
+        """Requests that the last call of `propose` made drafts for."""
         self._model, self._cache = model, cache
 
     def feed(self, fed: Sequence[Fed]) -> None:
@@ -112,9 +117,10 @@ class Speculator:
             feed(self._model, self._cache, fed)
 
     def propose(self, asks: Sequence[Ask], rows: int) -> list[Drafts]:
-        """Drafts for each. rows: of the next step without any draft."""
-        if not asks:
-            return []
+        """Drafts for each, none where they do not pay. rows: of the next step without any draft."""
+        self.drafted = len(asks) if asks and self.worth.pays(len(asks), rows) else 0
+        if not self.drafted:
+            return [NO_DRAFTS] * len(asks)
         found: list[list[Tensor]] = [[] for _ in asks]
 
         def choose(logits_BV: Tensor, draft: int) -> Tensor:
@@ -126,7 +132,8 @@ class Speculator:
         made = propose(self._model, self._cache, [a.slot for a in asks], tokens, choose, drafts=self.width)
         ids: list[list[int]] = made.ids_Bg.tolist()
         sure = [survivals(own)[: ask.room] for ask, own in zip(asks, made.confidence_Bg.tolist(), strict=True)]
-        lengths = draft_lengths(sure, rows, self.cost.line)
+        self.worth.saw(sure)
+        lengths = draft_lengths(sure, rows, self.worth.steps.line)
         return [
             Drafts(ids=own[:length], weights=None if coupled(ask.sampler) else weights[:length])
             for ask, own, weights, length in zip(asks, ids, found, lengths, strict=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 from rorqual.engine.draft import Fed
 from rorqual.engine.output import Delta
 from rorqual.engine.plan import SequencePlan, StepPlan
-from rorqual.engine.request import NO_DRAFTS, Live, token_logprobs
+from rorqual.engine.request import Live, token_logprobs
 from rorqual.engine.runner import Runner
 from rorqual.engine.sampler import DAMAGED
 from rorqual.engine.scheduler import Scheduler
-from rorqual.engine.speculation import Ask, Drafts, Speculator, accept
+from rorqual.engine.speculation import NO_DRAFTS, Ask, Drafts, Speculator, accept
 from rorqual.engine.stats import Log, StepRecord
 from rorqual.model.rows import SHORT_SEGMENT
 from rorqual.model.step import SequenceOutput
@@ -79,13 +79,14 @@ class Stepper:
         times.append(self._clock())
         results = self._choose(plan, outputs, times[-1])
         times.append(self._clock())
-        self._propose(results)
+        proposing = self._propose(results)
         times.append(self._clock())
         for result in results:
             self._settle(result)
         times.append(self._clock())
         deltas = [delta for result in results for delta in result.deltas]
         self._record(plan, results, times)
+        self._measure(plan, times[-1] - times[0] - proposing, proposing)
         return deltas
 
     def _begin(self, plan: StepPlan, now: float) -> None:
@@ -154,10 +155,10 @@ class Stepper:
         if ids:
             found[first + 1 : first + 1 + len(ids)] = token_logprobs(logits, ids, top)
 
-    def _propose(self, results: list[Result]) -> None:
-        """Feed the draft windows with what stands, and ask for drafts of those that go on."""
+    def _propose(self, results: list[Result]) -> float:
+        """Feed the draft windows with what stands, and ask for drafts of those that go on; seconds of the latter."""
         if self.speculator is None:
-            return
+            return 0.0
         window = self.runner.model.config.sliding_window
         wanted = [result for result in results if result.live.request.speculative and not result.live.finished]
         fed = []
@@ -177,9 +178,10 @@ class Stepper:
             )
             for result in asking
         ]
-        going = sum(result.goes_on for result in results)
+        going, began = sum(result.goes_on for result in results), self._clock()
         for result, drafts in zip(asking, self.speculator.propose(asks, going), strict=True):
             result.drafts = drafts
+        return self._clock() - began
 
     def _settle(self, result: Result) -> None:
         """Tell the scheduler what stands."""
@@ -232,8 +234,13 @@ class Stepper:
                 other_seconds=chose + settled,
             )
         )
+
+    def _measure(self, plan: StepPlan, step_seconds: float, draft_seconds: float) -> None:
+        """What steps and proposals cost, for the length of drafts. Steps with a long chunk say nothing about it."""
         if self.speculator is not None and all(own.rows <= SHORT_SEGMENT for own in plan.sequences):
-            self.speculator.cost.add(plan.rows, times[-1] - times[0])
+            self.speculator.worth.steps.add(plan.rows, step_seconds)
+            if self.speculator.drafted:
+                self.speculator.worth.drafting.add(self.speculator.drafted, draft_seconds)
 
 
 def _last(result: Result) -> Tensor:

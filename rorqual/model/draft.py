@@ -63,16 +63,22 @@ class Draft(nn.Module):
         """Write the draft windows of the rows' positions from the backbone's hidden states; returns main_x [T, D]."""
         main_x = self.main_x(hidden_TM, rows, run)
         fmt = FORMATS[self.config.cache.window]
+        rings = cache.slots.draft_rings
+        few = not run.tap.active and all(s.end - s.start <= rings.rows for s in rows.segments)
+        slots = torch.tensor([s.slot for s in rows.segments for _ in range(s.start, s.end)]) if few else None
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             kv = layer.attn.window_kv(main_x, rows, run)
+            if slots is not None:
+                rings.write_rows(i, slots.to(kv.device), rows.positions_T, run.ops.quantize(kv, fmt))
+                continue
             for seg in rows.segments:
                 own = run.tap.nudge(f"mtp.{i}.window_kv", kv[seg.rows], fmt, seg.start)
                 packed = run.ops.quantize(own, fmt)
                 if run.tap.active:
                     values = run.ops.dequantize(packed.codes, packed.scales, fmt)
                     run.tap(f"mtp.{i}.window_kv", run.numerics.round(values), seg.start)
-                cache.slots.draft_rings.write(i, seg.slot, seg.start, packed)
+                rings.write(i, seg.slot, seg.start, packed)
         for seg in rows.segments:
             span = cache.slots.states[seg.slot].draft
             if seg.start > span.hi:

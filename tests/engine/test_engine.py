@@ -185,7 +185,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     engine = engine_of(tiny(), pages=4)
     with pytest.raises(InputError, match="never fit the cache's 64"):
         engine.submit(random_ids(60), SamplingParams(max_tokens=6))
-    with pytest.raises(InputError, match="leave no room for a new one; the limit is 1024"):
+    with pytest.raises(InputError, match="do not fit the model's 1024 positions with a new token"):
         engine.submit(random_ids(1024), SamplingParams(max_tokens=1))
     with pytest.raises(InputError, match="id 100000 is outside the vocabulary"):
         engine.submit([3, 100_000])
