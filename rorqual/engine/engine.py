@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import Intake
-from rorqual.engine.memory import plan_engine
+from rorqual.engine.memory import plan_engine, spelled
 from rorqual.engine.output import Counts, Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
@@ -32,6 +32,7 @@ from rorqual.engine.speculation import NO_DRAFTS, Speculator
 from rorqual.engine.stats import EngineStats, Log, bytes_by_group
 from rorqual.engine.stepper import Stepper
 from rorqual.errors import InputError
+from rorqual.log import logger
 from rorqual.model.transformer import Transformer
 from rorqual.pool.manager import KVManager
 
@@ -102,6 +103,7 @@ class Engine:
             chunk_tokens=chunk_tokens,
             step_tokens=limits.step_tokens,
         )
+        logger.info("engine: %s", spelled(self.plan))
         layout = model.layout
         self.cache = KVCache(model.config, layout, pages=self.plan.pages, slots=self.plan.slots, device=model.device)
         self.kv = KVManager(

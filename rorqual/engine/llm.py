@@ -34,8 +34,8 @@ class LLM:
         InputError: an option that cannot be honoured.
         CheckpointError: a checkpoint that cannot be read.
 
-    >>> llm = LLM()                                                             # doctest: +SKIP
-    >>> llm.generate("The whale", SamplingParams(max_tokens=20))[0].text        # doctest: +SKIP
+        llm = LLM()
+        llm.generate("The whale", SamplingParams(max_tokens=20))[0].text
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from rorqual.layout import KVLayout
 from rorqual.model.transformer import Transformer
 from rorqual.planner.capacity import MemoryPlan, plan_memory
 from rorqual.planner.placement import weight_bytes
-from rorqual.planner.units import parse_bytes
+from rorqual.planner.units import decimal_bytes, parse_bytes
 from rorqual.planner.workspace import workspace_bytes
 
 DEFAULT_SHARE = 0.25
@@ -99,6 +99,20 @@ def plan_engine(
     else:
         budget = fixed + _default_pages(layout, slots, free_bytes(model.device)) * layout.page_bytes
     return plan_memory(layout, budget=budget, weights=weights, workspace=workspace, sessions=slots)
+
+
+def spelled(plan: MemoryPlan) -> str:
+    """The plan in one line.
+
+    >>> spelled(MemoryPlan(budget=1000, weights=500, workspace=100, slots=2, slot_bytes=50, pages=5, page_bytes=48,
+    ...                    page_tokens=128))
+    '940 B: weights 500 B, workspace 100 B, 2 slots x 50 B, 5 pages x 48 B for 640 tokens'
+    """
+    return (
+        f"{decimal_bytes(plan.total)}: weights {decimal_bytes(plan.weights)}, workspace "
+        f"{decimal_bytes(plan.workspace)}, {plan.slots} slots x {decimal_bytes(plan.slot_bytes)}, {plan.pages:,} pages "
+        f"x {decimal_bytes(plan.page_bytes)} for {plan.pool_tokens:,} tokens"
+    )
 
 
 def _default_pages(layout: KVLayout, slots: int, free: int) -> int:
