@@ -35,5 +35,11 @@ def tiny(kernels: str = "plain", numerics: str = "fp32") -> Transformer:
     return load(tiny_folder(), numerics=numerics, page_tokens=PAGE, kernels=kernels)
 
 
+@cache
+def demo() -> Transformer:
+    """The model of the package: window and page 128, 4,096 positions."""
+    return load(None, kernels="fast")
+
+
 def random_ids(count: int, seed: int = 0, vocab: int = 500) -> torch.Tensor:
     return torch.randint(3, vocab, (count,), generator=torch.Generator().manual_seed(seed))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import all_said, asked, assert_clean, engine_of, run, said
-from models import golden, random_ids, tiny
+from models import demo, golden, random_ids, tiny
 
 from rorqual.engine.params import SamplingParams
 from rorqual.errors import CapacityError, InputError
@@ -21,6 +21,7 @@ MODELS: dict[str, Callable[[], Transformer]] = {
     "golden-fast": lambda: golden("fp32-dspark", "fast"),
     "tiny-fast": lambda: tiny("fast"),
     "tiny-native": lambda: tiny("fast", "native"),
+    "demo": demo,
 }
 LENGTHS = 1, 90, 2, 33, 17, 140, 32, 64
 
@@ -128,6 +129,17 @@ def test_a_rewound_request_says_the_same_again() -> None:
     assert output.logprobs is not None
     assert torch.allclose(torch.tensor(said(output)[1][:45]), torch.tensor(before[1][:45]), atol=2e-2)
     assert_clean(engine)
+
+
+def test_a_hit_rebuilds_the_draft_windows() -> None:
+    """Field case 14: over the last window before the newest token, as after a cold prefill."""
+    engine, ids = engine_of(tiny("fast"), slots=1), random_ids(90, seed=8)
+    for hit in (0, 80):
+        output = engine.output(engine.submit(ids, asked(9)))
+        engine.step()
+        span = engine.cache.slots.states[0].draft
+        assert (output.counts.hit, span.held_from(16), span.hi) == (hit, 74, 90)
+        run(engine, [output])
 
 
 def test_a_preempted_request_goes_on() -> None:

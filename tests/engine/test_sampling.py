@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from engines import asked, assert_clean, engine_of, run, said
-from models import random_ids, tiny
+from models import demo, random_ids, tiny
 from torch import Tensor
 
 from rorqual.engine.noise import DRAFT, TOKEN, Noise
 from rorqual.engine.params import Constraint, SamplingParams
 from rorqual.engine.sampler import Sampler, probabilities
 from rorqual.errors import FormatError, InputError
-from rorqual.model.transformer import Transformer
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0, 0.0])
 
@@ -168,13 +167,6 @@ def test_logprobs_are_the_models_own() -> None:
     assert tops == sorted(tops, reverse=True) and output.logprobs[0].logprob < tops[-1]
 
 
-@pytest.fixture(scope="module")
-def demo() -> Transformer:
-    from rorqual.model.load import load
-
-    return load(None, kernels="fast")
-
-
 @pytest.mark.parametrize(
     ("constraint", "matches"),
     [
@@ -186,17 +178,20 @@ def demo() -> Transformer:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("speculative", [False, True])
 def test_a_constraint_is_met(
-    constraint: Constraint, matches: str, temperature: float, speculative: bool, demo: Transformer
+    constraint: Constraint,
+    matches: str,
+    temperature: float,
+    speculative: bool,
 ) -> None:
     import re
 
-    engine = engine_of(demo, slots=2)
+    engine = engine_of(demo(), slots=2)
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=2, constraint=constraint, logit_bias={})
     (output,) = run(engine, [engine.output(engine.submit("The answer is", params, speculative=speculative))])
     assert output.finish_reason == "stop" and re.fullmatch(matches, output.text)
 
 
-def test_a_schema_is_met(demo: Transformer) -> None:
+def test_a_schema_is_met() -> None:
     import json
 
     schema = {
@@ -205,7 +200,7 @@ def test_a_schema_is_met(demo: Transformer) -> None:
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    engine = engine_of(demo, slots=2)
+    engine = engine_of(demo(), slots=2)
     params = SamplingParams(
         max_tokens=80, temperature=1.0, seed=1, constraint=Constraint(kind="json_schema", value=schema)
     )
@@ -214,8 +209,8 @@ def test_a_schema_is_met(demo: Transformer) -> None:
     assert found["name"] in ("Ann", "Bob") and 1 <= found["age"] <= 99
 
 
-def test_a_bad_constraint_is_refused(demo: Transformer) -> None:
-    engine = engine_of(demo, slots=2)
+def test_a_bad_constraint_is_refused() -> None:
+    engine = engine_of(demo(), slots=2)
     for constraint in (Constraint(kind="regex", value="("), Constraint(kind="json_schema", value="{")):
         with pytest.raises(InputError, match=r"^constraint: "):
             engine.submit("x", SamplingParams(constraint=constraint))
