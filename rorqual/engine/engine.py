@@ -239,6 +239,7 @@ class Engine:
         self.scheduler.rewind(live.key, position)
         live.tokens.truncate(position)
         live.sampler.restart(said[:new], self._intake.matcher(live.request.params))
+        live.request.counts.new -= len(said) - new
         live.rewind(new)
 
     def preempt(self, request: str) -> None:

@@ -108,9 +108,10 @@ def spelled(plan: MemoryPlan) -> str:
     ...                    page_tokens=128))
     '940 B: weights 500 B, workspace 100 B, 2 slots x 50 B, 5 pages x 48 B for 640 tokens'
     """
+    slots, pages = (f"{n:,} {name}{'s' if n > 1 else ''}" for n, name in ((plan.slots, "slot"), (plan.pages, "page")))
     return (
         f"{decimal_bytes(plan.total)}: weights {decimal_bytes(plan.weights)}, workspace "
-        f"{decimal_bytes(plan.workspace)}, {plan.slots} slots x {decimal_bytes(plan.slot_bytes)}, {plan.pages:,} pages "
+        f"{decimal_bytes(plan.workspace)}, {slots} x {decimal_bytes(plan.slot_bytes)}, {pages} "
         f"x {decimal_bytes(plan.page_bytes)} for {plan.pool_tokens:,} tokens"
     )
 

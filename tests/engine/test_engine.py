@@ -125,6 +125,7 @@ def test_a_rewound_request_says_the_same_again() -> None:
     engine.rewind(output.request, 7)
     assert len(output.token_ids) == 7
     run(engine, [output])
+    assert output.counts.new == len(output.token_ids) == 50
     assert output.token_ids[:45] == before[0][:45]
     assert output.logprobs is not None
     assert torch.allclose(torch.tensor(said(output)[1][:45]), torch.tensor(before[1][:45]), atol=2e-2)
