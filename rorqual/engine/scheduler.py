@@ -216,7 +216,8 @@ class Scheduler:
     def _plan(self, track: Track, room: Room, plans: list[SequencePlan], preempted: list[str]) -> None:
         """Plan rows of a running request, as many as there is room for; none where it is preempted itself."""
         known = track.tokens + (track.proposed if track.decoding else 0)
-        end = track.computed + room.take(min(known, track.limit) - track.computed)
+        take = room.take_short if track.decoding else room.take
+        end = track.computed + take(min(known, track.limit) - track.computed)
         if end == track.computed:
             return
         while not self.kv.extend(track.id, end):

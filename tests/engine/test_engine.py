@@ -45,6 +45,17 @@ def test_batched_is_alone(model: Transformer, speculative: bool) -> None:
     assert_clean(engine)
 
 
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_a_short_chunk_is_one_in_every_engine(chunk: int) -> None:
+    """However many rows a step has room for: rows that share products with others are never more than a chunk."""
+    model = golden("fp32-dspark", "fast")
+    wanted = [all_said(engine_of(model, slots=1, chunk_tokens=chunk), [ids], asked(4))[0] for ids in prompts()]
+    engine = engine_of(model, slots=16, chunk_tokens=chunk)
+    assert all_said(engine, prompts(), asked(4)) == wanted
+    rows = [end - start for step in engine.stats().recent for _, start, end, _ in step.sequences]
+    assert max(rows) == chunk
+
+
 def test_seeded_samples_are_the_same_alone_and_beside_others(model: Transformer) -> None:
     """Field case 50; with drafts and without, since the seed's draws decide."""
     params = [asked(temperature=0.9, seed=i, top_k=40 * (i % 2), top_p=1 - 0.1 * (i % 3)) for i in range(len(LENGTHS))]
