@@ -141,6 +141,8 @@ class Scheduler:
 
     def finish(self, request: str) -> None:
         """Give back what a request holds, whatever it was doing: at its end, or aborted."""
+        # Nobody is told of it any more; the next request of this id has lost nothing.
+        self._lost = [lost for lost in self._lost if lost != request]
         track = self._running.pop(request, None)
         if track is None:
             self._waiting.remove(self._waiting.get(request))

@@ -157,6 +157,17 @@ def test_a_preempted_request_goes_on() -> None:
     assert_clean(engine)
 
 
+def test_an_id_that_is_used_again_is_a_new_request() -> None:
+    """What its first bearer lost in front of a step that never came is not the second one's."""
+    engine = engine_of(tiny("fast"))
+    engine.submit(random_ids(10), asked(8), request="a")
+    engine.step()
+    engine.preempt("a")
+    engine.abort("a")
+    (output,) = run(engine, [engine.output(engine.submit(random_ids(10), asked(8), request="a"))])
+    assert output.counts.preempted == 0
+
+
 def test_too_few_pages_preempt_and_all_end() -> None:
     model = tiny("fast")
     engine = engine_of(model, pages=12, slots=4)
