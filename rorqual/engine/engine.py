@@ -323,10 +323,11 @@ class Engine:
         return lives[0]
 
     def _name(self, request: str | None) -> str:
-        name = f"request-{next(self._numbers)}" if request is None else request
-        if name in self._requests:
-            raise InputError(f"request: {name!r} is live already; legal: an id of its own")
-        return name
+        if request is None:
+            return next(name for number in self._numbers if (name := f"request-{number}") not in self._requests)
+        if request in self._requests:
+            raise InputError(f"request: {request!r} is live already; legal: an id of its own")
+        return request
 
     def _enter(self, own: Request) -> str:
         self._requests[own.id] = own

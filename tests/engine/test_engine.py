@@ -157,6 +157,15 @@ def test_a_preempted_request_goes_on() -> None:
     assert_clean(engine)
 
 
+def test_an_id_of_ours_is_nobodys() -> None:
+    engine = engine_of(tiny("fast"))
+    engine.submit([5], asked(1), request="request-0")
+    assert engine.submit([6], asked(1)) != engine.submit([7], asked(1)) != "request-0"
+    with pytest.raises(InputError, match="'request-0' is live already"):
+        engine.submit([8], asked(1), request="request-0")
+    assert len(engine.live) == 3
+
+
 def test_an_id_that_is_used_again_is_a_new_request() -> None:
     """What its first bearer lost in front of a step that never came is not the second one's."""
     engine = engine_of(tiny("fast"))
