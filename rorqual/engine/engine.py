@@ -224,7 +224,8 @@ class Engine:
     def rewind(self, request: str, new: int) -> None:
         """Keep the first `new` tokens of a request's one completion, and let it go on from there in its own way.
 
-        What its windows need is computed again, as after a prefix hit. With a seed, or greedy, it says the same again.
+        What its windows need is computed again, as after a prefix hit. With a seed, or greedy, it says the same again
+        as far as that is exact: with `exact` replay and `full` prefill, but where two tokens tie in the last bits.
 
         Raises:
             InputError: tokens that are not there, or several completions.

@@ -124,6 +124,18 @@ def test_a_fork_goes_on_as_its_parent() -> None:
     assert_clean(engine)
 
 
+def test_a_fork_of_a_request_that_waits_takes_its_pages() -> None:
+    """Log-probabilities of a prompt are its own request's: the fork's prefill needs no logits, and takes the hit."""
+    engine = engine_of(tiny("fast"), slots=1)
+    parent = engine.submit(random_ids(70, seed=2), asked(4, prompt_logprobs=0))
+    child = engine.output(engine.fork(parent, params=asked(4)))
+    (output,) = run(engine, [engine.output(parent)])
+    run(engine, [child])
+    assert output.prompt_logprobs is not None and None not in output.prompt_logprobs[1:]
+    assert (output.counts.hit, child.counts.hit) == (0, 64)
+    assert_clean(engine)
+
+
 def test_a_rewound_request_says_the_same_again() -> None:
     """Field case 15: tail, ring and history are rebuilt; in exact mode the logits are as before."""
     model, ids = golden("fp32-dspark", "fast"), random_ids(40, seed=11)
