@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import assert_clean, engine_of, run
+from engines import Forced, assert_clean, engine_of, run
 from models import GOLDENS, golden
 from torch import Tensor
 
@@ -15,25 +15,9 @@ from rorqual.analysis.verify import Case, open_case, unstable_rows
 from rorqual.engine.engine import Engine
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.plan import StepPlan
-from rorqual.engine.sampler import Sampler
 from rorqual.model.step import SequenceOutput
 
 CASES = {"fp32-replay": (32, 48, 96), "native-replay": (64,)}
-
-
-class Forced(Sampler):
-    """Says given ids, whatever the logits."""
-
-    def __init__(self, ids: list[int]) -> None:
-        super().__init__(SamplingParams())
-        self.ids = ids
-
-    @property
-    def plain(self) -> bool:
-        return False
-
-    def choose(self, weights_V: Tensor, purpose: int = 0, ahead: int = 0) -> int:
-        return self.ids[self.count + ahead]
 
 
 def forced_logits(engine: Engine, ids: Tensor, forced: list[int]) -> tuple[list[Tensor], int]:
