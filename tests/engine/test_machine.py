@@ -296,11 +296,19 @@ class Machine(RuleBasedStateMachine):
             assert float(score.max() - score[token]) <= 2 * near, (own.output.request, at, place)
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(
+class LongMachine(Machine):
+    """The same, for as long as `make test-all` runs it."""
+
+
+OPTIONS = settings(
     max_examples=EXAMPLES,
     stateful_step_count=RULES,
     derandomize=True,
     deadline=None,
+    database=None,
     suppress_health_check=list(HealthCheck),
 )
+TestMachine = Machine.TestCase
+TestMachine.settings = OPTIONS
+TestLongMachine = pytest.mark.full(LongMachine.TestCase)
+TestLongMachine.settings = settings(OPTIONS, max_examples=FULL_EXAMPLES)
