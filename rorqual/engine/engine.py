@@ -226,7 +226,8 @@ class Engine:
     def rewind(self, request: str, new: int) -> None:
         """Keep the first `new` tokens of a request's one completion, and let it go on from there in its own way.
 
-        What its windows need is computed again, as after a prefix hit. With a seed, or greedy, it says the same again.
+        What its windows need is computed again, as after a prefix hit. With a seed, or greedy, it says the same again
+        as far as that is exact: with `exact` replay and `full` prefill, but where two tokens tie in the last bits.
 
         Raises:
             InputError: tokens that are not there, or several completions.
@@ -326,10 +327,11 @@ class Engine:
         return lives[0]
 
     def _name(self, request: str | None) -> str:
-        name = f"request-{next(self._numbers)}" if request is None else request
-        if name in self._requests:
-            raise InputError(f"request: {name!r} is live already; legal: an id of its own")
-        return name
+        if request is None:
+            return next(name for number in self._numbers if (name := f"request-{number}") not in self._requests)
+        if request in self._requests:
+            raise InputError(f"request: {request!r} is live already; legal: an id of its own")
+        return request
 
     def _enter(self, own: Request) -> str:
         self._requests[own.id] = own

@@ -63,13 +63,14 @@ class Track:
         return self.slot is not None and self.computed == self.tokens - 1 and self.tokens > self.target
 
     def fork(self, child: str, arrival: int, new_tokens: int) -> Track:
-        """A request of its own with the same tokens, that holds nothing."""
+        """A request of its own with the same tokens, that holds nothing. Nobody asks for its prompt's logits."""
         return replace(
             self,
             id=child,
             arrival=arrival,
             chain=self.chain.fork(),
             limit=self.tokens + new_tokens - 1,
+            logits_from=None,
             slot=None,
             computed=0,
             proposed=0,

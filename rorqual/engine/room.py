@@ -34,7 +34,7 @@ class Room:
     """What is left of a step.
 
     >>> room = Room(SchedulerLimits(step_tokens=40, chunk_tokens=100))
-    >>> room.take(6), room.take(260), room.take(33), room.take(32), room.take(10)
+    >>> room.take_short(6), room.take(260), room.take(33), room.take(32), room.take(10)
     (6, 100, 0, 32, 2)
     """
 
@@ -46,13 +46,19 @@ class Room:
         return self._short > 0 or self._long > 0
 
     def take(self, rows: int) -> int:
-        """Rows to plan of a request that could do so many; 0 where it has to wait for the next step.
+        """Prefill rows to plan of a request that could do so many; 0 where it has to wait for the next step.
 
-        A long chunk is never made shorter for want of room: where it ends would depend on its neighbours.
+        A long chunk is never made shorter for want of room: where it ends would depend on its neighbours. A short one
+        may be, and is never made longer than a chunk: more than `SHORT_SEGMENT` rows would share others' products.
         """
-        if min(rows, self._chunk) > SHORT_SEGMENT:
+        rows = min(rows, self._chunk)
+        if rows > SHORT_SEGMENT:
             taken, self._long = min(rows, self._long), 0
             return taken
+        return self.take_short(rows)
+
+    def take_short(self, rows: int) -> int:
+        """Decode and verification rows to plan, whatever a chunk is."""
         taken = min(rows, self._short)
         self._short -= taken
         return taken

@@ -141,6 +141,8 @@ class Scheduler:
 
     def finish(self, request: str) -> None:
         """Give back what a request holds, whatever it was doing: at its end, or aborted."""
+        # Nobody is told of it any more; the next request of this id has lost nothing.
+        self._lost = [lost for lost in self._lost if lost != request]
         track = self._running.pop(request, None)
         if track is None:
             self._waiting.remove(self._waiting.get(request))
@@ -216,7 +218,8 @@ class Scheduler:
     def _plan(self, track: Track, room: Room, plans: list[SequencePlan], preempted: list[str]) -> None:
         """Plan rows of a running request, as many as there is room for; none where it is preempted itself."""
         known = track.tokens + (track.proposed if track.decoding else 0)
-        end = track.computed + room.take(min(known, track.limit) - track.computed)
+        take = room.take_short if track.decoding else room.take
+        end = track.computed + take(min(known, track.limit) - track.computed)
         if end == track.computed:
             return
         while not self.kv.extend(track.id, end):

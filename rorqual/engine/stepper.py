@@ -63,10 +63,8 @@ class Stepper:
         times = [self._clock()]
         plan = self.scheduler.step()
         for key in plan.preempted:
-            # Who was preempted between two steps may have been aborted since.
-            if key in self._lives:
-                self._lives[key].drafts = NO_DRAFTS
-                self._lives[key].request.counts.preempted += 1
+            self._lives[key].drafts = NO_DRAFTS
+            self._lives[key].request.counts.preempted += 1
         if not plan:
             return []
         self._begin(plan, times[0])

@@ -11,10 +11,26 @@ from torch import Tensor
 from rorqual.engine.engine import Engine
 from rorqual.engine.output import RequestOutput
 from rorqual.engine.params import SamplingParams
+from rorqual.engine.sampler import Sampler
 from rorqual.model.transformer import Transformer
 
 Said = tuple[list[int], list[float]]
 """Tokens and the log-probability of each: equal only where the logits are, to the bit."""
+
+
+class Forced(Sampler):
+    """Says given ids, whatever the logits."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(SamplingParams())
+        self.ids = ids
+
+    @property
+    def plain(self) -> bool:
+        return False
+
+    def choose(self, weights_V: Tensor, purpose: int = 0, ahead: int = 0) -> int:
+        return self.ids[self.count + ahead]
 
 
 def engine_of(model: Transformer, *, pages: int = 64, slots: int = 4, **options: Any) -> Engine:

@@ -46,6 +46,17 @@ def test_batched_is_alone(model: Transformer, speculative: bool) -> None:
     assert_clean(engine)
 
 
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_a_short_chunk_is_one_in_every_engine(chunk: int) -> None:
+    """However many rows a step has room for: rows that share products with others are never more than a chunk."""
+    model = golden("fp32-dspark", "fast")
+    wanted = [all_said(engine_of(model, slots=1, chunk_tokens=chunk), [ids], asked(4))[0] for ids in prompts()]
+    engine = engine_of(model, slots=16, chunk_tokens=chunk)
+    assert all_said(engine, prompts(), asked(4)) == wanted
+    rows = [end - start for step in engine.stats().recent for _, start, end, _ in step.sequences]
+    assert max(rows) == chunk
+
+
 def test_seeded_samples_are_the_same_alone_and_beside_others(model: Transformer) -> None:
     """Field case 50; with drafts and without, since the seed's draws decide."""
     params = [asked(temperature=0.9, seed=i, top_k=40 * (i % 2), top_p=1 - 0.1 * (i % 3)) for i in range(len(LENGTHS))]
@@ -114,6 +125,18 @@ def test_a_fork_goes_on_as_its_parent() -> None:
     assert_clean(engine)
 
 
+def test_a_fork_of_a_request_that_waits_takes_its_pages() -> None:
+    """Log-probabilities of a prompt are its own request's: the fork's prefill needs no logits, and takes the hit."""
+    engine = engine_of(tiny("fast"), slots=1)
+    parent = engine.submit(random_ids(70, seed=2), asked(4, prompt_logprobs=0))
+    child = engine.output(engine.fork(parent, params=asked(4)))
+    (output,) = run(engine, [engine.output(parent)])
+    run(engine, [child])
+    assert output.prompt_logprobs is not None and None not in output.prompt_logprobs[1:]
+    assert (output.counts.hit, child.counts.hit) == (0, 64)
+    assert_clean(engine)
+
+
 def test_a_rewound_request_says_the_same_again() -> None:
     """Field case 15: tail, ring and history are rebuilt; in exact mode the logits are as before."""
     model, ids = golden("fp32-dspark", "fast"), random_ids(40, seed=11)
@@ -157,6 +180,26 @@ def test_a_preempted_request_goes_on() -> None:
     assert output.token_ids == wanted[0]
     assert torch.allclose(torch.tensor(said(output)[1]), torch.tensor(wanted[1]), atol=2e-2)
     assert_clean(engine)
+
+
+def test_an_id_of_ours_is_nobodys() -> None:
+    engine = engine_of(tiny("fast"))
+    engine.submit([5], asked(1), request="request-0")
+    assert engine.submit([6], asked(1)) != engine.submit([7], asked(1)) != "request-0"
+    with pytest.raises(InputError, match="'request-0' is live already"):
+        engine.submit([8], asked(1), request="request-0")
+    assert len(engine.live) == 3
+
+
+def test_an_id_that_is_used_again_is_a_new_request() -> None:
+    """What its first bearer lost in front of a step that never came is not the second one's."""
+    engine = engine_of(tiny("fast"))
+    engine.submit(random_ids(10), asked(8), request="a")
+    engine.step()
+    engine.preempt("a")
+    engine.abort("a")
+    (output,) = run(engine, [engine.output(engine.submit(random_ids(10), asked(8), request="a"))])
+    assert output.counts.preempted == 0
 
 
 def test_too_few_pages_preempt_and_all_end() -> None:
