@@ -33,11 +33,13 @@ def frame(document: Document, now: float, width: int) -> RenderableType:
         beside.add_row(facts, groups)
         parts.append(beside)
     else:
-        parts += [facts, groups]
+        parts.append(facts)
     if document["requests"]:
         parts.append(_requests(document["requests"], width))
     if stats["recent"]:
         parts.append(_steps(stats["recent"], width))
+    if width < WIDE:  # what a small terminal has no room for is what never changes
+        parts += [Text(), groups]
     return Group(*parts)
 
 

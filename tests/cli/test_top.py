@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from terminals import ROOT, RUN, Terminal
 
 from rorqual.cli import main
 from rorqual.cli.top_frame import acceptance_text, bar_text, frame, layers_text, speed_text, step_text
 from rorqual.engine.published import process_start
 
 Capture = pytest.CaptureFixture[str]
-ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = 1_000_000.0
 
 
@@ -195,8 +195,7 @@ def test_a_process_that_generates_is_seen(working: subprocess.Popen[str], folder
     out = capsys.readouterr().out
     assert f"process {working.pid}  tiny" in out and "2 running, 0 waiting" in out and "2 live requests" in out
     assert "request-0/0 [0, 20), request-1/0 [0, 4)" in out
-    follow = [sys.executable, "-c", "import sys; from rorqual.cli import main; sys.exit(main(sys.argv[1:]))"]
-    follow += ["top", str(working.pid), "--interval", "0.05"]
+    follow = [*RUN, "top", str(working.pid), "--interval", "0.05"]
     with subprocess.Popen(follow, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None and f"process {working.pid}" in first.stdout.readline()
         first.send_signal(signal.SIGINT)
@@ -212,3 +211,19 @@ def test_a_process_that_generates_is_seen(working: subprocess.Popen[str], folder
         assert working.wait() == 0 and not list(folder.iterdir())
         second.stdout.read()
         assert second.wait() == 0, "it ends with the process"
+
+
+def test_a_terminal_shows_one_frame_in_the_place_of_the_other(working: subprocess.Popen[str]) -> None:
+    assert working.stdin is not None and working.stdout is not None
+    assert working.stdout.readline() == "three\n"
+    watch = [*RUN, "top", "--interval", "0.05"]
+    with Terminal(watch) as first, Terminal(watch) as second:
+        for terminal in (first, second):
+            terminal.wait_for(rf"process {working.pid} .*2 live")
+        first.type("\x03")
+        assert first.end() == 0
+        for wanted in ("done\n", ""):
+            print(file=working.stdin, flush=True)
+            assert working.stdout.readline() == wanted
+        second.wait_for(f"process {working.pid} has ended")
+        assert second.end() == 0
