@@ -90,7 +90,7 @@ class _Talk:
             if line.startswith("/"):
                 self._obey(line.rstrip())
             elif line.strip():
-                self._show(self.conversation.ask(line.strip()))
+                self._show(lambda: self.conversation.ask(line.strip()))
         except RorqualError as error:
             _complain(str(error))
         return True
@@ -107,17 +107,16 @@ class _Talk:
 
             print_chat_stats(self.conversation)
         elif line == "/regenerate":
-            pieces = self.conversation.again()
-            if self.conversation.params.greedy:
+            if self.conversation.params.greedy and self.conversation.last is not None:
                 print("(nothing is drawn at temperature 0: expect the same reply; --temperature 1 draws)")
-            self._show(pieces)
+            self._show(self.conversation.again)
         else:
             _complain(f"{line.split()[0]}: no such command; the commands are {', '.join(COMMANDS)}")
 
-    def _show(self, pieces: Iterator[str]) -> None:
+    def _show(self, reply: Callable[[], Iterator[str]]) -> None:
         conversation = self.conversation
         with _on_interrupt(conversation.stop):
-            for text in pieces:
+            for text in reply():
                 print(text, end="", flush=True)
         print(flush=True)
         self.monitor.publish()

@@ -85,6 +85,7 @@ class Conversation:
         self._stop = True
 
     def _say(self, prompt: list[int]) -> Iterator[str]:
+        self._stop = False
         room = self.limit - len(prompt)
         if room < 1:
             raise CapacityError(
@@ -94,7 +95,7 @@ class Conversation:
         seed = None if self.params.seed is None else (self.params.seed + self._replies) % 2**63
         params = replace(self.params, max_tokens=min(self.params.max_tokens, room), seed=seed)
         request = self.engine.submit(prompt, params)
-        self.last, self._stop = self.engine.output(request), False
+        self.last = self.engine.output(request)
         self._replies += 1
         return self._pieces(request, self.last)
 

@@ -160,9 +160,12 @@ def _requests(requests: Sequence[Document], width: int) -> Table:
 
 
 def _steps(recent: Sequence[Document], width: int) -> Table:
-    """Newest last. Of a sequence: its rows as `[start, end)`, drafts among them after a plus."""
+    """Newest first, so that a small terminal cuts the oldest.
+
+    Of a sequence: its rows as `[start, end)`, drafts among them after a plus.
+    """
     rows, longest = [], 32 if width >= WIDE else 12
-    for step in recent[-STEPS:]:
+    for step in reversed(recent[-STEPS:]):
         planned = ", ".join(
             f"{_cut(key, longest)} [{start}, {end})" + (f" +{drafts}" if drafts else "")
             for key, start, end, drafts in step["sequences"]

@@ -187,6 +187,18 @@ def test_an_interrupt_stops_the_reply_alone(script: Script, monkeypatch: pytest.
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_before_the_first_step_stops_the_reply(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Engine.submit
+
+    def interrupted(*arguments: object, **options: object) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return submit(*arguments, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "submit", interrupted)
+        assert script("Call me.", "And then?")[0] == "\n\n"
+
+
 def test_a_second_interrupt_ends_the_program(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(*_: object) -> Iterator[str]:
         signal.raise_signal(signal.SIGINT)

@@ -89,7 +89,8 @@ def test_a_frame_tells_all_at_any_width(width: int) -> None:
         assert told in text or all(word in text for word in words), told
     wide = any("bytes allocated" in line and "█" in line for line in lines)
     assert wide == (width == 120), "the bytes stand beside the facts where there is room"
-    assert any("… [512, 516) +3" in line for line in lines)
+    newest = next(at for at, line in enumerate(lines) if "… [512, 516) +3" in line)
+    assert "[0, 512)" in lines[newest + 1]
     assert any("b/0 [9, 10)" in line for line in lines) == (width == 120)
 
 
