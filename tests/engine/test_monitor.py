@@ -15,7 +15,8 @@ from engines import asked, engine_of
 from models import random_ids, tiny
 
 from rorqual.engine.engine import Engine
-from rorqual.engine.monitor import Monitor, to_json
+from rorqual.engine.monitor import Monitor, request_json, to_json
+from rorqual.engine.params import SamplingParams
 from rorqual.engine.published import VERSION, find_document, process_start, read_document, user_folder
 from rorqual.errors import InputError
 
@@ -62,6 +63,20 @@ def test_a_long_prompt_is_in_prefill() -> None:
     engine.abort(name)
     with pytest.raises(InputError, match="is not live"):
         engine.state(name)
+
+
+def test_the_state_of_several_completions_is_of_one_that_goes_on() -> None:
+    engine = engine_of(tiny("fast"), pages=32, slots=3)
+    name = engine.submit(random_ids(5), SamplingParams(max_tokens=60, n=3, temperature=1.0, seed=1, stop_ids=range(30)))
+    output = engine.output(name)
+    states, ended = [], 0
+    while engine.has_work:
+        states.append(engine.state(name))
+        ended += any(own.finish_reason for own in output.completions)
+        assert request_json(engine, name)["completions"] == 3
+        engine.step()
+    assert states == ["waiting"] + ["decode"] * (len(states) - 1)
+    assert 0 < ended < len(states), "some ended earlier than others"
 
 
 def test_recent_steps_are_bounded(engine: Engine) -> None:
