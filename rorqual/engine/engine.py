@@ -143,6 +143,10 @@ class Engine:
         """A live request's output so far; it goes on filling. Raises InputError for an id that is not live."""
         return self._request(request).output
 
+    def state(self, request: str) -> str:
+        """Of a live request's first completion that goes on: `waiting`, `prefill` or `decode`. Raises InputError."""
+        return self.scheduler.state(next(live.key for live in self._request(request).lives if not live.finished))
+
     def submit(
         self,
         prompt: PromptInput,

@@ -57,6 +57,11 @@ class Scheduler:
         """Of a request that is running or waiting."""
         return self._running[request] if request in self._running else self._waiting.get(request)
 
+    def state(self, request: str) -> str:
+        """`waiting` for a slot, in `prefill` (the first one, or one after a preemption), or in `decode`."""
+        track = self.track(request)
+        return "waiting" if track.slot is None else "decode" if track.decoding else "prefill"
+
     def submit(
         self,
         request: str,
