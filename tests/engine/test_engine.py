@@ -166,6 +166,21 @@ def test_a_hit_rebuilds_the_draft_windows() -> None:
         run(engine, [output])
 
 
+def test_a_rewound_request_draws_the_same_again() -> None:
+    """A seed's draws are found by their place, and penalties by what was kept."""
+    model, ids = golden("fp32-dspark", "fast"), random_ids(40, seed=12)
+    engine = engine_of(model, prefill="full", replay="exact")
+    params = asked(30, temperature=0.9, seed=5, presence_penalty=1.5)
+    output = engine.output(engine.submit(ids, params))
+    while len(output.token_ids) < 25:
+        engine.step()
+    before = output.token_ids[:25]
+    engine.rewind(output.request, 9)
+    run(engine, [output])
+    assert output.token_ids[:25] == before and len(output.token_ids) == 30
+    assert_clean(engine)
+
+
 def test_a_preempted_request_goes_on() -> None:
     model, ids = golden("fp32-dspark", "fast"), random_ids(40, seed=11)
     engine = engine_of(model, prefill="full", replay="exact")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Said, asked, assert_clean, engine_of, run, said
+from engines import Forced, Said, asked, assert_clean, engine_of, run, said
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,9 +45,10 @@ FULL_EXAMPLES = 100_000 // RULES
 WINDOW = PAGE = 8
 PAGES, SLOTS = 18, 4
 LENGTHS = 1, 7, 16, 24, 25, 41, 64, 90
-NEAR, APART = 1e-2, 5e-2
-"""A logit of one text, computed in two ways: where a choice may turn, and a log-probability when an entry of a cache
-was rounded the other way."""
+APART = 0.25
+"""Between log-probabilities of one text, computed in two ways: some 1e-6, and up to 0.1 behind a cache entry that stood
+on a rounding boundary. So of a completion the sum is bounded, and how far a choice is from the best. A wrong row in a
+cache moves every one of them by more."""
 
 
 @cache
@@ -85,6 +86,16 @@ def cold(ids: tuple[int, ...], kind: str, new: int, n: int, stops: bool, prefill
     return [said(output, at) for at in range(n)]
 
 
+def repeated(ids: Sequence[int], tokens: list[int], prefill: str) -> Said:
+    """What a cold run says to a prompt when its tokens are given."""
+    engine = single()
+    name = engine.submit(list(ids), asked(len(tokens)), prefill=prefill)
+    engine._requests[name].lives[0].sampler = Forced(tokens)
+    (output,) = run(engine, [engine.output(name)])
+    engine.drop_cached()
+    return said(output)
+
+
 def forced(ids: Sequence[int]) -> Tensor:
     """fp32 logits [N, V] of a `full` prefill of a text."""
     (output,) = Single(model(), new_cache(model(), len(ids))).prefill(
@@ -116,15 +127,16 @@ class Guesses:
 
 
 class Asked:
-    """One request as submitted. wanted: of a cold run; None for who was forked off or rewound, and so has none.
+    """One request as submitted. wanted: of a cold run; None for who draws without a seed, or was forked off.
 
-    prefills: (completion, write floor), as often as a slot began anew for it.
+    moved: forked off, or rewound. prefills: (completion, write floor), as often as a slot began anew for it.
     """
 
     def __init__(
         self, output: RequestOutput, params: SamplingParams, kind: str, prefill: str, wanted: list[Said] | None = None
     ) -> None:
         self.output, self.params, self.kind, self.prefill, self.wanted = output, params, kind, prefill, wanted
+        self.moved = False
         self.prefills: list[tuple[str, int]] = []
 
 
@@ -224,13 +236,14 @@ class Machine(RuleBasedStateMachine):
             return
         self.engine.fork(parent.output.request, name, params)
         self.asked[name] = Asked(self.engine.output(name), params, parent.kind, parent.prefill)
+        self.asked[name].moved = True
         self._settle_chance(name, None)
 
     @precondition(lambda self: self._singles())
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
         own = self.asked[data.draw(st.sampled_from(self._singles()))]
-        own.wanted = None
+        own.moved = True
         self.engine.rewind(own.output.request, data.draw(st.integers(0, len(own.output.token_ids))))
 
     @precondition(lambda self: self.asked)
@@ -271,11 +284,13 @@ class Machine(RuleBasedStateMachine):
             assert done.finish_reason in ("length", "stop", "abort") and len(tokens) == len(logprobs)
             if done.finish_reason == "length":
                 assert len(tokens) == own.params.max_tokens
-            if own.wanted is not None and own.prefills in ([], alone):
-                wanted = own.wanted[at]
+            if not tokens:
+                continue
+            if not own.moved and own.prefills in ([], alone):
+                wanted = own.wanted[at] if own.wanted else repeated(output.prompt_token_ids, tokens, own.prefill)
                 assert (tokens, logprobs) == (wanted[0][: len(tokens)], wanted[1][: len(tokens)])
                 assert done.finish_reason == "abort" or len(tokens) == len(wanted[0])
-            elif tokens and self.replay == "exact" and own.prefill == "full":
+            elif self.replay == "exact" and own.prefill == "full":
                 self._check_choices(own, at)
 
     def _check_choices(self, own: Asked, at: int) -> None:
@@ -284,16 +299,16 @@ class Machine(RuleBasedStateMachine):
         start, params = len(own.output.prompt_token_ids), own.params
         rows = forced([*own.output.prompt_token_ids, *tokens])[start - 1 : -1]
         truth = rows.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(logprobs).double(), truth, atol=APART, rtol=0)
+        assert float((torch.tensor(logprobs).double() - truth).abs().sum()) < APART, (own.output.request, at)
         if own.kind == "free":
             return
         noise = Noise(params.seed, at)
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            score, near = row.double(), NEAR
+            score, near = row.double(), APART
             if own.kind == "seeded":
                 draws = noise.exponential(TOKEN, place, len(row))
-                score, near = (probabilities(row, params) / draws).log(), NEAR / params.temperature
-            assert float(score.max() - score[token]) <= 2 * near, (own.output.request, at, place)
+                score, near = (probabilities(row, params) / draws).log(), APART / params.temperature
+            assert float(score.max() - score[token]) < near, (own.output.request, at, place)
 
 
 class LongMachine(Machine):
