@@ -37,7 +37,7 @@ class Replay:
     requests: int = 32
     tokens: int = 4096
     slots: int = 16
-    time_scale: float = 25.0
+    time_scale: float = 50.0
     seed: int = 0
 
 
