@@ -52,6 +52,7 @@ bench: $(WARM)
 	$(RORQUAL) bench kernels
 	$(RORQUAL) bench model --random mid
 	$(RORQUAL) bench memory --random real-pair
+	$(RORQUAL) bench engine
 
 serve:
 	@echo 'rorqual: the server arrives with a later release' >&2; exit 2

@@ -16,37 +16,78 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from rorqual.bench.checkpoints import random_ids
 from rorqual.bench.fresh import answer
 from rorqual.bench.resident import resident_bytes
 from rorqual.bench.timing import elapsed
+from rorqual.cache.kv_cache import KVCache
 from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
 from rorqual.model.load import load
+from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Backend
 
 
-def run(folder: Path, prefill: str, tokens: int, chunk: int) -> dict[str, object]:
-    """Prefill so many random tokens with the fast ops; sizes in bytes, times in seconds.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefilled:
+    """What is measured: `prefill` runs the prompt into `cache` and returns rows x layers that ran."""
 
-    A checkpoint of fewer positions is given as many as are needed: only angles depend on the number.
+    cache: KVCache
+    prefill: Callable[[], int]
+
+
+def run(folder: Path, prefill: str, tokens: int, chunk: int) -> dict[str, object]:
+    """Prefill so many random tokens with the fast ops; sizes in bytes, times in seconds."""
+
+    def prepared(model: Transformer, ids: Tensor) -> Prefilled:
+        sequence = Sequence(model, new_cache(model, tokens))
+
+        def run_all() -> int:
+            sequence.prefill(Prompt(ids=ids), mode=prefill, chunk=chunk)
+            return sequence.layer_tokens
+
+        return Prefilled(cache=sequence.cache, prefill=run_all)
+
+    return measured(folder, tokens, prepared)
+
+
+def measured(
+    folder: Path,
+    tokens: int,
+    prepared: Callable[[Transformer, Tensor], Prefilled],
+    positions: int | None = None,
+) -> dict[str, object]:
+    """The readings around a prompt of so many random tokens.
+
+    prepared: (model, ids int64 [tokens]) -> what is to run, its cache allocated. positions: that it needs, `tokens`
+    unless given. A checkpoint of fewer is given as many: only angles depend on the number.
     """
+    positions = positions or tokens
     Backend("fast").warm()
     gc.collect()
     imported = _sizes()
     config = ModelConfig.from_json(folder)
-    if tokens > config.max_position_embeddings:
-        config = config.replace(max_position_embeddings=tokens)
+    if positions > config.max_position_embeddings:
+        config = config.replace(max_position_embeddings=positions)
     model = load(folder, kernels="fast", config=config)
     loaded = _sizes()
-    ids = random_ids(config, tokens, seed=4)
-    sequence = Sequence(model, new_cache(model, tokens))
+    made = prepared(model, random_ids(config, tokens, seed=4))
+    layer_tokens = 0
+
+    def prefill() -> None:
+        nonlocal layer_tokens
+        layer_tokens = made.prefill()
+
     forget_peak()
-    seconds = elapsed(lambda: sequence.prefill(Prompt(ids=ids), mode=prefill, chunk=chunk))
-    ended, cache = _sizes(), sequence.cache.nbytes
+    seconds = elapsed(prefill)
+    ended, cache = _sizes(), made.cache.nbytes
     mapped = ended["RssFile"] - imported["RssFile"]
     copied = max(0, loaded["RssAnon"] - imported["RssAnon"])
     return {
@@ -57,7 +98,7 @@ def run(folder: Path, prefill: str, tokens: int, chunk: int) -> dict[str, object
         "cache_bytes": cache,
         "workspace_bytes": ended["VmHWM"] - imported["VmRSS"] - mapped - copied - cache,
         "prefill_seconds": seconds,
-        "layer_tokens": sequence.layer_tokens,
+        "layer_tokens": layer_tokens,
     }
 
 

@@ -1,4 +1,4 @@
-"""`rorqual bench`: kernels, a model, its memory, a long context, the planner, against twins and bars."""
+"""`rorqual bench`: kernels, a model, its memory, a long context, an engine, the planner, against twins and bars."""
 
 from __future__ import annotations
 
@@ -10,56 +10,69 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rorqual.checkpoint.shipped import shipped_model
+from rorqual.cli import bench_engine
 from rorqual.cli.output import Cell, Facts, ProgressLine, bytes_text, print_facts, print_json, print_table
 from rorqual.errors import InputError
 
 if TYPE_CHECKING:
     from rorqual.bench.report import JsonRow
 
-KINDS = ("kernels", "model", "memory", "context", "plan")
+KINDS = ("kernels", "model", "memory", "context", "engine", "plan")
 WITHOUT_MODEL = {
     "kernels": "kernels are measured without a checkpoint",
     "context": "context takes presets of its own",
     "plan": "the planner is measured without a checkpoint",
 }
 MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s", "first_token_s", "tokens_per_s")
-PARTS = ("decode", "memory", "prefill")
-"""Of `context`: as `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
-PROFILED = ("kernels", "model")
+PARTS = {"context": ("decode", "memory", "prefill"), "engine": bench_engine.PARTS}
+"""As `rorqual.bench.context` has them, which is too heavy to import for a refusal."""
+PROFILED = ("kernels", "model", "engine")
 PROFILE_COLUMNS = ("part of a step", "calls", "ms", "share")
+BASELINE_SECOND = (["ced_s", "full_s"], ["long_s", "short_s"], ["engine_s", "bare_s"], ["shared_s", "cold_s"])
+"""Contestants of a ratio whose second is what the first is measured against."""
 TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of roofline", "baseline's")
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context or plan.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context, engine or plan.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes: shows that it runs, measures nothing.")] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder for model and memory; else the shipped model.")
+        Path | None, typer.Option(help="Checkpoint folder for model, memory and engine; else the shipped model.")
     ] = None,
     random: Annotated[
         str | None, typer.Option(metavar="PRESET", help="A random checkpoint of this preset instead.")
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option(metavar="PART", help="Of context: decode, memory or prefill; else all of them.")
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="Of context: decode, memory or prefill; of engine: load, single, prefix, trace or memory; else all.",
+        ),
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Of kernels and model: also where a decode step goes.")
+        bool, typer.Option("--profile", help="Of kernels, model and engine: also where a decode step goes.")
     ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Of engine: the trace to replay; else a synthetic one.")] = None,
+    time_scale: Annotated[
+        float | None, typer.Option(help="Of engine: seconds of the replay for a second of the trace.")
+    ] = None,
 ) -> None:
-    """Measure on this machine: kernels and a model against plain twins, memory, a long context, the planner's times."""
+    """Measure on this machine: kernels and a model against plain twins, memory, a long context, an engine's speed and
+    waits, the planner's times."""
     parts = tuple(part or ())
     check(what, repeats, model, random, parts)
+    bench_engine.check_trace(what, parts, trace, time_scale)
     if profile and what not in PROFILED:
-        raise InputError(f"profile: {what} has none; legal: with {' and '.join(PROFILED)}")
+        raise InputError(f"profile: {what} has none; legal: with {_listed(PROFILED)}")
 
     from rorqual.bench.report import check_out, write_document
 
     if out is not None:
         check_out(out)
-    document = measure(what, repeats, quick, model, random, parts, profile)
+    document = measure(what, repeats, quick, model, random, parts, profile, trace, time_scale)
     if out is not None:
         write_document(document, out)
     if as_json:
@@ -78,7 +91,7 @@ def check(what: str, repeats: int | None, model: Path | None, random: str | None
     if what in WITHOUT_MODEL:
         for name, value in (("model", model), ("random", random)):
             if value is not None:
-                raise InputError(f"{name}: {WITHOUT_MODEL[what]}; legal: with model and memory")
+                raise InputError(f"{name}: {WITHOUT_MODEL[what]}; legal: with model, memory and engine")
     elif model is None and random is None:
         shipped_model()
     if model is not None and random is not None:
@@ -86,12 +99,17 @@ def check(what: str, repeats: int | None, model: Path | None, random: str | None
 
 
 def check_parts(what: str, parts: Sequence[str]) -> None:
-    """Only `context` has parts."""
-    if parts and what != "context":
-        raise InputError(f"part: {what} has no parts; legal: with context")
+    """Only those of `PARTS` have some."""
+    if parts and what not in PARTS:
+        raise InputError(f"part: {what} has no parts; legal: with {_listed(tuple(PARTS))}")
     for name in parts:
-        if name not in PARTS:
-            raise InputError(f"part: '{name}' is none of context's; legal: {', '.join(PARTS)}")
+        if name not in PARTS[what]:
+            raise InputError(f"part: '{name}' is none of {what}'s; legal: {', '.join(PARTS[what])}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def spelled(
@@ -102,6 +120,8 @@ def spelled(
     random: str | None = None,
     parts: Sequence[str] = (),
     profile: bool = False,
+    trace: Path | None = None,
+    time_scale: float | None = None,
 ) -> str:
     """The command line that measures the same, without paths of this machine."""
     words = ["rorqual", "bench", what]
@@ -112,6 +132,8 @@ def spelled(
     words += ["--model", model.name] if model is not None else []
     words += ["--random", random] if random is not None else []
     words += ["--profile"] if profile else []
+    words += ["--trace", trace.name] if trace is not None else []
+    words += ["--time-scale", f"{time_scale:g}"] if time_scale is not None else []
     return shlex.join(words)
 
 
@@ -123,16 +145,18 @@ def measure(
     random: str | None,
     parts: Sequence[str] = (),
     profile: bool = False,
+    trace: Path | None = None,
+    time_scale: float | None = None,
 ) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
-    from rorqual.bench import context, first_token, kernels, memory, plan
+    from rorqual.bench import context, engine, first_token, kernels, memory, plan
     from rorqual.bench import model as models
     from rorqual.bench.profile import NOTE
     from rorqual.bench.report import Report
 
     told: tuple[str, ...] = (NOTE,) if profile else ()
     told += first_token.NOTES if what == "model" and model is None and random is None else ()
-    report = Report(what, spelled(what, repeats, quick, model, random, parts, profile), quick)
+    report = Report(what, spelled(what, repeats, quick, model, random, parts, profile, trace, time_scale), quick)
     with ProgressLine(f"measuring {what}") as progress:
         if what == "kernels":
             found = kernels.run_kernels(
@@ -143,8 +167,21 @@ def measure(
             taken = plan.run_plan(repeats=repeats or plan.REPEATS, quick=quick, progress=progress)
             return report.document(taken, plan.NOTES)
         if what == "context":
-            costs = context.run_context(parts=parts or PARTS, repeats=repeats, quick=quick, progress=progress)
+            costs = context.run_context(parts=parts or PARTS[what], repeats=repeats, quick=quick, progress=progress)
             return report.document(costs, context.NOTES)
+        if what == "engine":
+            served = engine.run_engine(
+                model=model,
+                random=random,
+                parts=parts or PARTS[what],
+                repeats=repeats,
+                quick=quick,
+                profile=profile,
+                trace=trace,
+                time_scale=time_scale,
+                progress=progress,
+            )
+            return report.document(served, (*engine.NOTES, *told))
         if what == "model":
             times = models.run_model(
                 model=model,
@@ -171,7 +208,10 @@ def show(document: Mapping[str, Any]) -> None:
             for row in judged:
                 print(f"{row['name']} {_variant(row)}, {row['shape']}: {_bars(row)}")
             print()
+    bench_engine.show_engine(rows)
     for row in rows:
+        if row["name"] in bench_engine.NAMES and "ratio" not in row:
+            continue
         if "profile" in row:
             _show_profile(row)
         elif "ratio" not in row:
@@ -229,7 +269,7 @@ def _show_composition(row: Mapping[str, Any]) -> None:
 
 def _cells(row: Mapping[str, Any]) -> tuple[Cell, ...]:
     contestants = [key for key in row if key.endswith("_s")]
-    if contestants in (["ced_s", "full_s"], ["long_s", "short_s"]):
+    if contestants in BASELINE_SECOND:
         contestants.reverse()
     baseline, measured = (_time(key, row[key]) for key in contestants)
     ratio, variant = row["ratio"], _variant(row)

@@ -29,6 +29,8 @@ class Runner:
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self.layer_tokens = 0
+        self._encoder = model.config.decoder_start
+        self._decoder = model.config.num_hidden_layers - self._encoder
         nothing = torch.empty(0, dtype=torch.int64, device=model.device)
         self._tables = [nothing for _ in cache.slots.states]
 
@@ -51,9 +53,7 @@ class Runner:
 
     def layers_run(self, plan: SequencePlan, output: SequenceOutput) -> int:
         """Rows x layers that ran for one sequence of a step."""
-        config = self.model.config
-        decoded = (output.end - output.first) * (config.num_hidden_layers - config.decoder_start)
-        return plan.rows * config.decoder_start + decoded
+        return plan.rows * self._encoder + (output.end - output.first) * self._decoder
 
     def fork(self, made: Fork, pages: Sequence[int]) -> None:
         """Copy private state, and a last page that is not full. pages: the child's block table."""

@@ -11,7 +11,7 @@ Cold, chunked, resumed and preempted requests differ in their numbers alone: `co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rorqual.engine.plan import SequencePlan, StepPlan
 from rorqual.engine.queue import Track, WaitingQueue
@@ -113,9 +113,12 @@ class Scheduler:
         room = Room(self.limits)
         preempted: list[str] = []
         plans: list[SequencePlan] = []
-        for decoding in (True, False):
-            for track in self._served():
-                if track.decoding == decoding and track.id in self._running:
+        served = sorted(self._running.values(), key=lambda track: track.place)
+        decoding = [track.decoding for track in served]
+        for wanted in (True, False):
+            for track, decodes in zip(served, decoding, strict=True):
+                # Planning may have preempted it.
+                if decodes == wanted and track.id in self._running:
                     self._plan(track, room, plans, preempted)
         # Whoever lost its pages in this step does not take them back in it.
         while not preempted and room.any and (admitted := self._admit()) is not None:
@@ -216,13 +219,10 @@ class Scheduler:
             assert 0 <= track.computed < track.tokens <= track.limit + 1
         assert all(track.slot is None and track.id not in self.kv for track in self._waiting)
 
-    def _served(self) -> Iterator[Track]:
-        """Running requests, first served first; a copy, because planning may preempt."""
-        return iter(sorted(self._running.values(), key=lambda track: track.place))
-
     def _plan(self, track: Track, room: Room, plans: list[SequencePlan], preempted: list[str]) -> None:
         """Plan rows of a running request, as many as there is room for; none where it is preempted itself."""
-        known = track.tokens + (track.proposed if track.decoding else 0)
+        tokens = track.tokens
+        known = tokens + (track.proposed if track.decoding else 0)
         take = room.take_short if track.decoding else room.take
         end = track.computed + take(min(known, track.limit) - track.computed)
         if end == track.computed:
@@ -235,8 +235,8 @@ class Scheduler:
             if victim is track:
                 return
         pages = tuple(self.kv.block_table(track.id, track.told))
-        reached = end >= track.tokens
-        first = track.tokens - 1 if track.logits_from is None else max(track.logits_from, track.computed)
+        reached = end >= tokens
+        first = tokens - 1 if track.logits_from is None else max(track.logits_from, track.computed)
         plans.append(
             SequencePlan(
                 request=track.id,
@@ -245,7 +245,7 @@ class Scheduler:
                 slot=self.kv.slot(track.id),
                 new_pages=pages,
                 reset=not track.begun,
-                drafts=max(0, end - track.tokens),
+                drafts=max(0, end - tokens),
                 write_floor=track.write_floor,
                 window_floor=track.window_floor,
                 decoder_floor=track.decoder_floor,

@@ -120,18 +120,21 @@ class Stepper:
     def _take(self, result: Result, choices: list[int], finite: bool, now: float) -> None:
         """Choose tokens of one that reached its newest; with n completions, the first token of each."""
         live, own, request = result.live, result.plan, result.live.request
-        drafts = replace(live.drafts, ids=live.drafts.ids[: own.drafts])
+        drafts = live.drafts
+        if len(drafts.ids) != own.drafts:
+            drafts = replace(drafts, ids=drafts.ids[: own.drafts])
         lives = request.lives if not request.begun else [live]
         request.begun = True
         for each in lives:
             if not finite:
                 result.deltas.append(each.end("error", DAMAGED))
                 continue
-            logits = _last(result)
-            ids = _greedy(each, choices, drafts) if each.sampler.plain else None
-            ids = ids or accept(each.sampler, logits.cpu(), drafts, request.ends)
+            if each.sampler.plain:
+                ids = _greedy(each, choices, drafts)
+            else:
+                ids = accept(each.sampler, _last(result).cpu(), drafts, request.ends)
             top = request.params.logprobs
-            delta = each.add(ids, None if top is None else token_logprobs(logits, ids, top))
+            delta = each.add(ids, None if top is None else token_logprobs(_last(result), ids, top))
             request.counts.new += len(delta.token_ids)
             result.deltas.append(delta)
         if own.drafts and finite:
@@ -245,7 +248,9 @@ def _last(result: Result) -> Tensor:
     """The rows of the newest token and of its drafts."""
     logits = result.output.logits
     assert logits is not None
-    return logits[-(result.plan.drafts + 1) :]
+    count = result.plan.drafts + 1
+    # A slice of a tensor costs as much as the rest of what a token is told: most steps have just these rows.
+    return logits if len(logits) == count else logits[-count:]
 
 
 def _greedy(live: Live, choices: list[int], drafts: Drafts) -> list[int]:

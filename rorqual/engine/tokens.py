@@ -19,11 +19,11 @@ class Tokens:
     """
 
     def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
+        self.prompt, self._size = prompt, len(prompt)
         self.generated: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.generated)
+        return self._size + len(self.generated)
 
     def extend(self, ids: Sequence[int]) -> None:
         self.generated += ids
@@ -36,13 +36,18 @@ class Tokens:
 
     def truncate(self, length: int) -> None:
         """Forget generated tokens at positions >= `length`."""
-        assert length >= len(self.prompt), "a prompt is not cut"
-        del self.generated[length - len(self.prompt) :]
+        assert length >= self._size, "a prompt is not cut"
+        del self.generated[length - self._size :]
 
     def cut(self, start: int, end: int, drafts: Sequence[int] = ()) -> Prompt:
         """Positions [start, end); those behind the known ones are `drafts`, in order."""
-        size, after = len(self.prompt), [*self.generated, *drafts]
-        rest = torch.tensor(after[max(0, start - size) : max(0, end - size)], dtype=torch.int64)
+        size, known = self._size, len(self)
+        # Only what is asked for: a step takes a row or a few, whatever has been generated so far.
+        after = [
+            *self.generated[max(0, start - size) : max(0, end - size)],
+            *drafts[max(0, start - known) : max(0, end - known)],
+        ]
+        rest = torch.tensor(after, dtype=torch.int64)
         if start >= size:
             return Prompt(ids=rest)
         ids, image, embeds = self.prompt.cut(start, min(end, size))

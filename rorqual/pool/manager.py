@@ -129,7 +129,8 @@ class KVManager:
         count = self.pages_of(tokens) - len(held.pages)
         if count > self.pages.available:
             return False
-        held.pages += self.pages.allocate(max(0, count))
+        if count > 0:
+            held.pages += self.pages.allocate(count)
         return True
 
     def publish(self, request: Hashable, keys: Sequence[bytes]) -> None:

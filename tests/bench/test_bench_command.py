@@ -45,7 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nonsense"], "what: 'nonsense' cannot be measured; legal: kernels, model, memory, context, plan"),
+        (["nonsense"], "what: 'nonsense' cannot be measured; legal: kernels, model, memory, context, engine, plan"),
         ([], "Missing argument"),
         (["kernels", "--repeats", "0"], "repeats: 0 is not legal; legal: at least 1"),
         (["kernels", "--model", "somewhere"], "model: kernels are measured without a checkpoint"),
@@ -55,9 +55,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["model", "--random", "teeny", "--quick"], "preset must be one of v4.1-flash, tiny"),
         (["model", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),
         (["memory", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),
-        (["context", "--random", "tiny"], "random: context takes presets of its own; legal: with model and memory"),
+        (
+            ["context", "--random", "tiny"],
+            "random: context takes presets of its own; legal: with model, memory and engine",
+        ),
         (["context", "--part", "encode"], "part: 'encode' is none of context's; legal: decode, memory, prefill"),
-        (["model", "--part", "decode"], "part: model has no parts; legal: with context"),
+        (["model", "--part", "decode"], "part: model has no parts; legal: with context and engine"),
         (["kernels", "--out", "no-such-folder/out.json"], "out: the folder no-such-folder does not exist"),
         (["kernels", "--out", "."], "out: . is a folder"),
     ],

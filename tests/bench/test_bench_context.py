@@ -131,7 +131,7 @@ def test_memory_and_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_the_parts_are_those_of_the_command() -> None:
-    assert bench.PARTS == context.PARTS and set(context.REPEATS) == set(context.PARTS)
+    assert bench.PARTS["context"] == context.PARTS and set(context.REPEATS) == set(context.PARTS)
 
 
 def test_full_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:

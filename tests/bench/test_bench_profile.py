@@ -78,6 +78,6 @@ def test_kernels_say_what_a_step_is_made_of(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"linear", "experts", "sparse_attention", REST} <= plain and not any("region" in name for name in plain)
 
 
-def test_only_kernels_and_model_have_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_has_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "memory", "--profile"]) == 2
-    assert "profile: memory has none; legal: with kernels and model" in capsys.readouterr().err
+    assert "profile: memory has none; legal: with kernels, model and engine" in capsys.readouterr().err
