@@ -20,6 +20,7 @@ from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.server.errors import HttpError, as_http
 from rorqual.server.exchange import Exchange
+from rorqual.server.page import add_page
 from rorqual.server.protocol import CHAT, MESSAGES, RESPONSES, Api, Call, Conversations
 from rorqual.server.settings import ServerSettings
 from rorqual.server.worker import EngineWorker
@@ -113,6 +114,7 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     app.add_api_route("/v1/models", models(server), methods=["GET"])
     app.add_api_route("/health", health(server), methods=["GET"])
     app.add_api_route("/version", lambda: {"version": __version__}, methods=["GET"])
+    add_page(app)
     return app
 
 

@@ -110,12 +110,24 @@ class Exchange:
         async for index, parts in self.parts():
             for part in parts:
                 name, text = api.response.sse_event_name(part), part.to_json()
-                if index and api is CHAT:
-                    text = _of_completion(text, index)
+                if api is CHAT:
+                    text = self._told(text, index)
                 yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
         done = api.response.sse_done_data()
         if done is not None:
             yield f"data: {done}\n\n"
+
+    def _told(self, text: str, index: int) -> str:
+        """A chunk of Chat Completions with its completion's index; usage also says how much of the hit was replayed."""
+        if not index and '"usage":{' not in text:
+            return text
+        assert self.ticket.output is not None
+        chunk = json.loads(text)
+        for choice in chunk["choices"]:
+            choice["index"] = index
+        if chunk["usage"]:
+            chunk["usage"]["prompt_cache_replayed_tokens"] = self.ticket.output.counts.replayed
+        return json.dumps(chunk, ensure_ascii=False)
 
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,13 +143,6 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
         for name, count in more.items():
             details[name] = (details.get(name) or 0) + (count or 0)
     return whole
-
-
-def _of_completion(text: str, index: int) -> str:
-    chunk = json.loads(text)
-    for choice in chunk["choices"]:
-        choice["index"] = index
-    return json.dumps(chunk, ensure_ascii=False)
 
 
 def _pair(one: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:

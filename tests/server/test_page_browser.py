@@ -1,0 +1,284 @@
+"""The page in a real browser: a chat with the demo model, the live cache, a narrow screen, the dark.
+
+Screenshots for people to look at go to build/page/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_serving import served
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = Path(__file__).resolve().parents[2] / "build" / "page"
+SECONDS = 60_000  # milliseconds: a cold kernel cache is slow
+
+if BROWSER is None and os.environ.get("CI"):
+    pytest.fail("there is no Chromium, which .ci/run installs", pytrace=False)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium: apt-get install chromium")
+
+CONTRASTS = """() => {
+  const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => {
+    paint.clearRect(0, 0, 1, 1); paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1);
+    return [...paint.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => rgb(colour).slice(0, 3).map((c) => c / 255)
+    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
+  const ground = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const colour = getComputedStyle(at).backgroundColor;
+      if (rgb(colour)[3]) return colour;
+    }
+    return "white";
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  for (let text; (text = walker.nextNode());) {
+    const node = text.parentElement;
+    if (!text.data.trim() || !node.checkVisibility({ visibilityProperty: true })) continue;
+    const a = light(getComputedStyle(node).color), b = light(ground(node));
+    found.push([text.data.trim().slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served() as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # Containers run as root, where Chromium's own sandbox refuses to start.
+        found = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Opens the page; at the end it has logged no error and asked nobody but its own server."""
+    pages: list[Any] = []
+    troubles: list[str] = []
+
+    def open_page(width: int = 1280, height: int = 860, dark: bool = False) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+        page.set_default_timeout(SECONDS)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda line: line.type == "error" and troubles.append(line.text))
+        page.on("request", lambda asked: asked.url.startswith((address, "data:")) or troubles.append(asked.url))
+        page.goto(address)
+        page.wait_for_function("document.querySelector('#state').textContent.startsWith('Live')")
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    # A refused message is an answer of status 400, which a browser logs by itself.
+    assert [line for line in troubles if "status of 400" not in line] == []
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def finished(page: Any) -> None:
+    page.wait_for_selector("#send:visible")
+    page.wait_for_selector(".assistant:not(.running) .foot")
+
+
+def shot(page: Any, name: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    path = SHOTS / f"{name}.png"
+    page.screenshot(path=path)
+    assert path.stat().st_size > 10_000
+
+
+def no_sideways_scroll(page: Any) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
+
+
+def test_a_chat_streams_and_the_cache_is_seen_to_change(opened: Callable[..., Any]) -> None:
+    page = opened()
+    written = page.text_content("#written")
+    page.click("#settings summary")
+    page.fill("#max-tokens", "120")
+    page.evaluate("""() => { window.lengths = new Set(); new MutationObserver(() => {
+        const node = document.querySelector('.assistant .words'); if (node) window.lengths.add(node.textContent.length);
+    }).observe(document.querySelector('#log'), { childList: true, subtree: true, characterData: true }); }""")
+    say(page, "Tell me of the sea, and of the ships that go down to it.")
+    finished(page)
+    assert len(page.evaluate("[...window.lengths]")) > 3, "the answer came at once, not token by token"
+    text = page.text_content(".assistant .words")
+    assert text.strip()
+    assert page.text_content("#prompt") == ""
+    assert re.search(r"\d+ tokens", page.text_content(".assistant .foot"))
+    page.wait_for_function("before => document.querySelector('#written').textContent !== before", arg=written)
+    assert int(page.text_content("#talk-prompt").replace(",", "")) > 5
+    assert re.fullmatch(r"\d+ ms", page.text_content("#talk-first"))
+    assert page.locator("#layers li").count() == 10
+    assert page.locator("#layers li.full").count() == 2
+    assert {"global", "window", "tail"} <= set(page.locator("#bytes dt").all_text_contents())
+    # What a screen reader was told is the end of what was said.
+    assert text.endswith(page.text_content("#live"))
+    page.click("#settings summary")
+    shot(page, "light")
+
+
+def test_a_second_turn_hits_the_cache(opened: Callable[..., Any]) -> None:
+    page = opened()
+    page.click("#settings summary")
+    page.fill("#system", "Here is what was said before. " * 40)
+    page.fill("#max-tokens", "8")
+    for text in ("Who is there?", "And who is that?"):
+        say(page, text)
+        finished(page)
+    assert page.locator(".assistant").count() == 2
+    hit = re.match(r"([\d,]+) \(\d+ %\)", page.text_content("#talk-hit"))
+    assert hit and int(hit[1].replace(",", "")) >= 128
+    assert int(page.text_content("#talk-replay")) > 0
+    page.wait_for_function("Number(document.querySelector('#pages-cached').textContent) > 0")
+    page.click("#again")
+    finished(page)
+    assert page.locator(".assistant").count() == 2, "a new answer takes the place of the last one"
+    page.click("#new-chat")
+    assert page.locator(".turn").count() == 0
+    assert page.text_content("#talk-hit") == "-"
+
+
+@pytest.mark.parametrize("how", ["button", "escape"])
+def test_a_generation_is_stopped(opened: Callable[..., Any], how: str) -> None:
+    page = opened()
+    page.click("#settings summary")
+    page.select_option("#thinking", "high")
+    page.fill("#temperature", "1.2")
+    page.click("#settings summary")
+    say(page, "Think long and hard about the sea.")
+    page.wait_for_selector(".assistant.running .thinking .words")
+    page.click("#stop") if how == "button" else page.keyboard.press("Escape")
+    page.wait_for_selector("#send:visible")
+    assert "stopped" in page.text_content(".assistant .foot")
+    assert page.text_content(".thinking summary") == "Thinking"
+    # Its pages and its slot are free again.
+    page.wait_for_function("document.querySelector('#requests').textContent === '0, 0'")
+    page.wait_for_function("document.querySelector('#pages-used').textContent === '0'")
+
+
+def test_a_refused_image_is_told_and_the_message_comes_back(opened: Callable[..., Any]) -> None:
+    page = opened()
+    page.set_input_files("#file", Path(__file__).resolve().parents[2] / "build" / "page" / "pixel.png")
+    page.wait_for_selector("#images img")
+    say(page, "What is on it?")
+    page.wait_for_selector(".error")
+    assert "no vision tower" in page.text_content(".error")
+    assert page.input_value("#prompt") == "What is on it?"
+    assert page.locator("#images img").count() == 1
+    page.click("#images button")
+    assert page.locator("#images img").count() == 0
+
+
+def test_keyboard_alone_goes_everywhere(opened: Callable[..., Any]) -> None:
+    page = opened()
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.input_value("#prompt") == "one\ntwo"
+    page.evaluate("document.activeElement.blur()")
+    seen = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.className || ''"))
+        style = page.evaluate(
+            "getComputedStyle(document.activeElement.closest('label.button') ?? document.activeElement).outlineStyle"
+        )
+        assert style == "solid", f"{seen[-1]} does not show that it has the focus"
+    assert {"skip", "new-chat", "log", "prompt", "file", "send"} <= set(seen)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_text_has_contrast(opened: Callable[..., Any], dark: bool) -> None:
+    page = opened(dark=dark)
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", ground))) < 150 if dark else sum(map(int, re.findall(r"\d+", ground))) > 600
+    page.click("#settings summary")
+    page.fill("#max-tokens", "60")
+    page.select_option("#thinking", "low")
+    say(page, "Of the sea.")
+    finished(page)
+    found = page.evaluate(CONTRASTS)
+    assert len(found) > 40
+    assert [(text, round(ratio, 2)) for text, ratio in found if ratio < 4.5] == []
+    page.click("#settings summary")
+    if dark:
+        shot(page, "dark")
+
+
+def test_a_phone_needs_no_sideways_scroll(opened: Callable[..., Any]) -> None:
+    page = opened(width=360, height=740)
+    page.click("#settings summary")
+    page.fill("#max-tokens", "40")
+    assert no_sideways_scroll(page)
+    page.click("#settings summary")
+    say(page, "Of a ship, the-longest-word-that-anybody-has-ever-typed-into-a-field-of-a-page-without-a-break.")
+    finished(page)
+    assert no_sideways_scroll(page)
+    shot(page, "phone")
+    assert not page.is_visible("#cache")
+    page.click("#panel-toggle")
+    assert page.is_visible("#cache") and page.get_attribute("#panel-toggle", "aria-expanded") == "true"
+    assert no_sideways_scroll(page)
+    shot(page, "phone-cache")
+
+
+def test_tool_calls_are_shown_and_answered(opened: Callable[..., Any]) -> None:
+    """The demo model calls no tool: the stream is a recorded one, and the second request is looked at."""
+    page = opened()
+    asked: list[dict[str, Any]] = []
+
+    def call(arguments: str, **more: Any) -> str:
+        import json
+
+        piece = {"index": 0, "function": {"arguments": arguments}, **more}
+        return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}}]}) + "\n\n"
+
+    first = (
+        call("", id="call-1", function={"name": "depth", "arguments": ""})
+        + call('{"place": ')
+        + call('"<b>Fram</b>"}')
+        + 'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}\n\ndata: [DONE]\n\n'
+    )
+    second = 'data: {"choices": [{"index": 0, "delta": {"content": "Deep."}, "finish_reason": "stop"}]}\n\n'
+
+    def answered(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=first if len(asked) == 1 else second)
+
+    page.route("**/v1/chat/completions", answered)
+    page.click("#settings summary")
+    page.fill("#tools", '[{"type": "function", "function": {"name": "depth", "parameters": {"type": "object"}}}]')
+    say(page, "How deep is it?")
+    page.wait_for_selector(".tool input")
+    assert page.text_content(".tool strong") == "depth"
+    assert page.text_content(".tool pre") == '{"place": "<b>Fram</b>"}', "markup is shown as text"
+    page.fill(".tool input", "5,550 m")
+    page.press(".tool input", "Enter")
+    page.wait_for_function("document.querySelectorAll('.assistant .words')[1]?.textContent === 'Deep.'")
+    assert asked[0]["tools"][0]["function"]["name"] == "depth"
+    assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "tool"]
+    assert asked[1]["messages"][2] == {"role": "tool", "tool_call_id": "call-1", "content": "5,550 m"}
+    assert asked[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"place": "<b>Fram</b>"}'
