@@ -5,15 +5,18 @@ Screenshots for people to look at go to build/page/.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from page_serving import served
+from PIL import Image
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
 
@@ -51,6 +54,11 @@ CONTRASTS = """() => {
   return found;
 }"""
 
+FOCUS = """() => {
+  const node = document.activeElement;
+  return getComputedStyle(node.closest("label.button") ?? node).outlineStyle;
+}"""
+
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
@@ -80,7 +88,7 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         page.on("console", lambda line: line.type == "error" and troubles.append(line.text))
         page.on("request", lambda asked: asked.url.startswith((address, "data:")) or troubles.append(asked.url))
         page.goto(address)
-        page.wait_for_function("document.querySelector('#state').textContent.startsWith('Live')")
+        until(page, "document.querySelector('#state').textContent.startsWith('Live')")
         pages.append(page)
         return page
 
@@ -89,6 +97,14 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         page.close()
     # A refused message is an answer of status 400, which a browser logs by itself.
     assert [line for line in troubles if "status of 400" not in line] == []
+
+
+def until(page: Any, condition: str) -> None:
+    """Until an expression holds. The page's policy forbids what Playwright's own waiting does with one."""
+    end = time.monotonic() + SECONDS / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        page.wait_for_timeout(50)
 
 
 def say(page: Any, text: str) -> None:
@@ -101,10 +117,17 @@ def finished(page: Any) -> None:
     page.wait_for_selector(".assistant:not(.running) .foot")
 
 
-def shot(page: Any, name: str) -> None:
+def shot(page: Any, name: str, part: str | None = None) -> None:
+    """A picture of the page, or of one part of it with all that one would have to scroll for."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     path = SHOTS / f"{name}.png"
-    page.screenshot(path=path)
+    if part is None:
+        page.screenshot(path=path)
+    else:
+        size = page.viewport_size
+        page.set_viewport_size({**size, "height": size["height"] + 900})
+        page.locator(part).screenshot(path=path)
+        page.set_viewport_size(size)
     assert path.stat().st_size > 10_000
 
 
@@ -127,7 +150,7 @@ def test_a_chat_streams_and_the_cache_is_seen_to_change(opened: Callable[..., An
     assert text.strip()
     assert page.text_content("#prompt") == ""
     assert re.search(r"\d+ tokens", page.text_content(".assistant .foot"))
-    page.wait_for_function("before => document.querySelector('#written').textContent !== before", arg=written)
+    until(page, f"document.querySelector('#written').textContent !== '{written}'")
     assert int(page.text_content("#talk-prompt").replace(",", "")) > 5
     assert re.fullmatch(r"\d+ ms", page.text_content("#talk-first"))
     assert page.locator("#layers li").count() == 10
@@ -151,7 +174,7 @@ def test_a_second_turn_hits_the_cache(opened: Callable[..., Any]) -> None:
     hit = re.match(r"([\d,]+) \(\d+ %\)", page.text_content("#talk-hit"))
     assert hit and int(hit[1].replace(",", "")) >= 128
     assert int(page.text_content("#talk-replay")) > 0
-    page.wait_for_function("Number(document.querySelector('#pages-cached').textContent) > 0")
+    until(page, "Number(document.querySelector('#pages-cached').textContent) > 0")
     page.click("#again")
     finished(page)
     assert page.locator(".assistant").count() == 2, "a new answer takes the place of the last one"
@@ -174,13 +197,15 @@ def test_a_generation_is_stopped(opened: Callable[..., Any], how: str) -> None:
     assert "stopped" in page.text_content(".assistant .foot")
     assert page.text_content(".thinking summary") == "Thinking"
     # Its pages and its slot are free again.
-    page.wait_for_function("document.querySelector('#requests').textContent === '0, 0'")
-    page.wait_for_function("document.querySelector('#pages-used').textContent === '0'")
+    until(page, "document.querySelector('#requests').textContent === '0, 0'")
+    until(page, "document.querySelector('#pages-used').textContent === '0'")
 
 
-def test_a_refused_image_is_told_and_the_message_comes_back(opened: Callable[..., Any]) -> None:
+def test_a_refused_image_is_told_and_the_message_comes_back(opened: Callable[..., Any], tmp_path: Path) -> None:
     page = opened()
-    page.set_input_files("#file", Path(__file__).resolve().parents[2] / "build" / "page" / "pixel.png")
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (64, 48), "teal").save(picture)
+    page.set_input_files("#file", picture)
     page.wait_for_selector("#images img")
     say(page, "What is on it?")
     page.wait_for_selector(".error")
@@ -198,10 +223,14 @@ def test_keyboard_alone_goes_everywhere(opened: Callable[..., Any]) -> None:
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")
     assert page.input_value("#prompt") == "one\ntwo"
+    page.fill("#prompt", "")
     page.evaluate("document.activeElement.blur()")
+    shot(page, "welcome")
     seen = []
-    for _ in range(12):
+    for _ in range(20):
         page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement === document.body"):
+            break
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.className || ''"))
         style = page.evaluate(
             "getComputedStyle(document.activeElement.closest('label.button') ?? document.activeElement).outlineStyle"
@@ -224,6 +253,7 @@ def test_every_text_has_contrast(opened: Callable[..., Any], dark: bool) -> None
     assert len(found) > 40
     assert [(text, round(ratio, 2)) for text, ratio in found if ratio < 4.5] == []
     page.click("#settings summary")
+    shot(page, f"panel-{'dark' if dark else 'light'}", "#cache")
     if dark:
         shot(page, "dark")
 
@@ -251,8 +281,6 @@ def test_tool_calls_are_shown_and_answered(opened: Callable[..., Any]) -> None:
     asked: list[dict[str, Any]] = []
 
     def call(arguments: str, **more: Any) -> str:
-        import json
-
         piece = {"index": 0, "function": {"arguments": arguments}, **more}
         return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}}]}) + "\n\n"
 
@@ -277,7 +305,7 @@ def test_tool_calls_are_shown_and_answered(opened: Callable[..., Any]) -> None:
     assert page.text_content(".tool pre") == '{"place": "<b>Fram</b>"}', "markup is shown as text"
     page.fill(".tool input", "5,550 m")
     page.press(".tool input", "Enter")
-    page.wait_for_function("document.querySelectorAll('.assistant .words')[1]?.textContent === 'Deep.'")
+    until(page, "document.querySelectorAll('.assistant .words')[1]?.textContent === 'Deep.'")
     assert asked[0]["tools"][0]["function"]["name"] == "depth"
     assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "tool"]
     assert asked[1]["messages"][2] == {"role": "tool", "tool_call_id": "call-1", "content": "5,550 m"}

@@ -52,7 +52,7 @@ function turn(role, name) {
   const node = make("article", `turn ${role}`);
   node.append(make("h3", "", name));
   byId("log").append(node);
-  node.scrollIntoView({ block: "end" });
+  byId("log").scrollTop = byId("log").scrollHeight;
   return node;
 }
 
