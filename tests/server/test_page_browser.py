@@ -22,7 +22,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHOTS = Path(__file__).resolve().parents[2] / "build" / "page"
-SECONDS = 60_000  # milliseconds: a cold kernel cache is slow
+LIMIT = 180_000  # milliseconds: kernels may have to be compiled first
 
 if BROWSER is None and os.environ.get("CI"):
     pytest.fail("there is no Chromium, which .ci/run installs", pytrace=False)
@@ -83,7 +83,7 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
     def open_page(width: int = 1280, height: int = 860, dark: bool = False) -> Any:
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
-        page.set_default_timeout(SECONDS)
+        page.set_default_timeout(LIMIT)
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda line: line.type == "error" and troubles.append(line.text))
         page.on("request", lambda asked: asked.url.startswith((address, "data:")) or troubles.append(asked.url))
@@ -101,7 +101,7 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
 def until(page: Any, condition: str) -> None:
     """Until an expression holds. The page's policy forbids what Playwright's own waiting does with one."""
-    end = time.monotonic() + SECONDS / 1000
+    end = time.monotonic() + LIMIT / 1000
     while not page.evaluate(condition):
         assert time.monotonic() < end, condition
         page.wait_for_timeout(50)
@@ -139,7 +139,7 @@ def test_a_chat_streams_and_the_cache_is_seen_to_change(opened: Callable[..., An
     page = opened()
     written = page.text_content("#written")
     page.click("#settings summary")
-    page.fill("#max-tokens", "120")
+    page.fill("#max-tokens", "60")
     page.evaluate("""() => { window.lengths = new Set(); new MutationObserver(() => {
         const node = document.querySelector('.assistant .words'); if (node) window.lengths.add(node.textContent.length);
     }).observe(document.querySelector('#log'), { childList: true, subtree: true, characterData: true }); }""")
@@ -230,7 +230,7 @@ def test_keyboard_alone_goes_everywhere(opened: Callable[..., Any]) -> None:
     for _ in range(20):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement === document.body"):
-            break
+            continue  # past the last one, before the first
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.className || ''"))
         style = page.evaluate(
             "getComputedStyle(document.activeElement.closest('label.button') ?? document.activeElement).outlineStyle"
@@ -245,7 +245,7 @@ def test_every_text_has_contrast(opened: Callable[..., Any], dark: bool) -> None
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", ground))) < 150 if dark else sum(map(int, re.findall(r"\d+", ground))) > 600
     page.click("#settings summary")
-    page.fill("#max-tokens", "60")
+    page.fill("#max-tokens", "24")
     page.select_option("#thinking", "low")
     say(page, "Of the sea.")
     finished(page)
