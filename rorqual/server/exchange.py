@@ -21,6 +21,9 @@ from rorqual.server.worker import EngineWorker, Ticket
 Parts = list[Any]
 REASONS = {"length": recipe.InferenceFinishReason.Length}
 
+REPLAYED = "prompt_cache_replayed_tokens"
+"""Beside the prompt's hit in Chat Completions' usage: how much of it was computed again for its windows."""
+
 
 class Exchange:
     """A call that was submitted.
@@ -96,13 +99,21 @@ class Exchange:
         counts = self.ticket.output.counts
         return counts.prompt, counts.hit
 
+    @property
+    def _replayed(self) -> int:
+        assert self.ticket.output is not None
+        return self.ticket.output.counts.replayed
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         found: list[Parts] = [[] for _ in self._processors]
         async for index, parts in self.parts():
             found[index] += parts
         each = [json.loads(joined(parts, self.call, self.usage, self.created)) for parts in found]
-        return each[0] if len(each) == 1 else merged(each)
+        whole = each[0] if len(each) == 1 else merged(each)
+        if self.call.api is CHAT:
+            whole["usage"][REPLAYED] = self._replayed
+        return whole
 
     async def events(self) -> AsyncIterator[str]:
         """The stream as server-sent events."""
@@ -121,12 +132,11 @@ class Exchange:
         """A chunk of Chat Completions with its completion's index; usage also says how much of the hit was replayed."""
         if not index and '"usage":{' not in text:
             return text
-        assert self.ticket.output is not None
         chunk = json.loads(text)
         for choice in chunk["choices"]:
             choice["index"] = index
         if chunk["usage"]:
-            chunk["usage"]["prompt_cache_replayed_tokens"] = self.ticket.output.counts.replayed
+            chunk["usage"][REPLAYED] = self._replayed
         return json.dumps(chunk, ensure_ascii=False)
 
 

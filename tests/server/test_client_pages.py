@@ -59,6 +59,8 @@ def test_curl_commands(address: str, at: int) -> None:
             answers.append(answer)
         assert len(answers) == CURL[at].count("curl ")
         assert all("error" not in answer or answer["error"] is None for answer in answers)
+    if "chat/completions" in CURL[at] and "stream" not in CURL[at]:
+        assert json.loads(found)["usage"]["prompt_cache_replayed_tokens"] >= 0
     if "json_schema" in CURL[at]:
         assert json.loads(json.loads(found)["choices"][0]["message"]["content"])["who"] in ("friend", "foe")
     if "reasoning_effort" in CURL[at]:

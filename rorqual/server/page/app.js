@@ -22,8 +22,16 @@ function request() {
     ...(effort && { reasoning_effort: effort }),
     ...(temperature && { temperature: Number(temperature) }),
     ...(most && { max_tokens: Number(most) }),
-    ...(tools && { tools: JSON.parse(tools) }),
+    ...(tools && { tools: list(tools) }),
   };
+}
+
+function list(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`Tools: not JSON (${error.message})`);
+  }
 }
 
 // The JSON objects of a stream of server-sent events, as they come.
@@ -220,6 +228,7 @@ function send() {
   prompt.value = "";
   images = [];
   showImages();
+  prompt.focus(); // the button that may have had the focus is hidden now
   answer();
 }
 
@@ -277,9 +286,14 @@ on("stop", "click", () => { running?.abort(); prompt.focus(); });
 on("again", "click", regenerate);
 on("new-chat", "click", newChat);
 on("file", "change", (event) => { take(event.target.files); event.target.value = ""; });
-on("chat", "dragover", (event) => { event.preventDefault(); byId("chat").classList.add("dropping"); });
-on("chat", "dragleave", () => byId("chat").classList.remove("dropping"));
-on("chat", "drop", (event) => { event.preventDefault(); byId("chat").classList.remove("dropping"); take(event.dataTransfer.files); });
+// Anywhere on the page: a file that is dropped beside the chat would otherwise take the page's place.
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  document.addEventListener(kind, (event) => {
+    event.preventDefault();
+    byId("chat").classList.toggle("dropping", kind === "dragover");
+    if (kind === "drop") take(event.dataTransfer.files);
+  });
+}
 on("key", "input", () => sessionStorage.setItem("key", byId("key").value));
 on("panel-toggle", "click", () => {
   const shown = document.body.classList.toggle("panel");
