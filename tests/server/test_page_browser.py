@@ -61,6 +61,11 @@ FOCUS = """() => {
   return getComputedStyle(node.closest("label.button") ?? node).outlineStyle;
 }"""
 
+FOLLOWED = """() => {
+  const foot = [...document.querySelectorAll(".foot")].at(-1).getBoundingClientRect();
+  return foot.bottom <= document.querySelector("#log").getBoundingClientRect().bottom + 1;
+}"""
+
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
@@ -161,6 +166,7 @@ def test_a_chat_streams_and_the_cache_is_seen_to_change(opened: Callable[..., An
     # What a screen reader was told is the end of what was said.
     assert text.endswith(page.text_content("#live"))
     page.click("#settings summary")
+    assert page.evaluate(FOLLOWED), "the end of the answer is out of sight"
     shot(page, "light")
 
 
@@ -338,6 +344,7 @@ def test_tool_calls_are_shown_and_answered(opened: Callable[..., Any]) -> None:
     page.wait_for_selector(".tool input")
     assert page.text_content(".tool strong") == "depth"
     assert page.text_content(".tool pre") == '{"place": "<b>Fram</b>"}', "markup is shown as text"
+    assert page.evaluate(FOLLOWED), "the end of the answer is out of sight"
     page.fill(".tool input", "5,550 m")
     page.press(".tool input", "Enter")
     until(page, "document.querySelectorAll('.assistant .words')[1]?.textContent === '<b>Deep.</b>'")

@@ -138,7 +138,7 @@ class Answer {
 
   // How it ended. Arguments that were cut are no arguments: such calls do not go into the history.
   end(how) {
-    const done = performance.now();
+    const done = performance.now(), follow = near(byId("log"));
     this.node.classList.remove("running");
     if (how && this.message.tool_calls) delete this.message.tool_calls;
     if (!how) this.message.tool_calls?.forEach((call, at) => this.shown[at].box.append(result(call)));
@@ -149,6 +149,7 @@ class Answer {
     }
     this.node.append(make("p", "foot quiet", notes.filter(Boolean).join(" · ")));
     this.announce(this.said.length);
+    if (follow) byId("log").scrollTop = byId("log").scrollHeight;
   }
 }
 
