@@ -37,6 +37,7 @@ class Grammars:
         import llguidance
 
         self._guide: Any = llguidance
+        self._tokenizer = tokenizer
         self._vocabulary, self._eos = vocabulary, eos
         self._tokens = llguidance.LLTokenizer(
             tokenizer.to_str(), n_vocab=max(vocabulary, tokenizer.get_vocab_size()), eos_token=eos
@@ -47,7 +48,16 @@ class Grammars:
         found = self._guide.LLMatcher(self._tokens, self._grammar(constraint))
         if found.is_error():
             raise InputError(f"constraint: {' '.join(found.get_error().split())}")
-        return Matcher(found, self._vocabulary, self._eos)
+        return Matcher(found, self._vocabulary, self._eos, self._opening(constraint))
+
+    def _opening(self, constraint: Constraint) -> int | None:
+        """The id of the token that a constraint begins after."""
+        if constraint.after is None:
+            return None
+        found = self._tokenizer.token_to_id(constraint.after)
+        if found is None:
+            raise InputError(f"constraint: after {constraint.after!r} is no token of this model")
+        return int(found)
 
     def _grammar(self, constraint: Constraint) -> str:
         make, value = self._guide.LLMatcher, constraint.value
@@ -70,13 +80,17 @@ class Grammars:
 
 
 class Matcher:
-    """Where in its grammar one sequence stands."""
+    """Where in its grammar one sequence stands. after: a token that has to come first; None where nothing has to."""
 
-    def __init__(self, matcher: Any, vocabulary: int, eos: int) -> None:
-        self._matcher, self._vocabulary, self._eos = matcher, vocabulary, eos
+    def __init__(self, matcher: Any, vocabulary: int, eos: int, after: int | None = None) -> None:
+        self._matcher, self._vocabulary, self._eos, self._after = matcher, vocabulary, eos, after
 
     def allowed(self) -> Tensor:
         """bool [V]: the tokens that may come next; eos where the text may end, and it alone where it must."""
+        if self._after is not None:
+            free = torch.ones(self._vocabulary, dtype=torch.bool)
+            free[self._eos] = False
+            return free
         if self._matcher.is_stopped():
             only = torch.zeros(self._vocabulary, dtype=torch.bool)
             only[self._eos] = True
@@ -86,10 +100,12 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """The token was chosen; one of `allowed`."""
-        if not self._matcher.is_stopped() and token != self._eos:
+        if self._after is not None:
+            self._after = None if token == self._after else self._after
+        elif not self._matcher.is_stopped() and token != self._eos:
             taken = self._matcher.consume_token(token)
             assert taken, f"token {token} does not match: {self._matcher.get_error()}"
 
     def fork(self) -> Matcher:
         """The same so far; they go on apart."""
-        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._eos)
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._eos, self._after)

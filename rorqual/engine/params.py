@@ -19,11 +19,13 @@ class Constraint:
     """What the text has to match; tokens that cannot lead there have no probability.
 
     kind: one of `CONSTRAINTS`. value: a JSON schema (text or object), a regular expression, a Lark grammar, or a list
-    of texts; nothing for `json_object`.
+    of texts; nothing for `json_object`. after: the spelling of a token; the text is free until it has come, and does
+    not end before: what a model thinks before it answers.
     """
 
     kind: str
     value: Any = None
+    after: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in CONSTRAINTS:

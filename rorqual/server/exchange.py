@@ -1,0 +1,164 @@
+"""One request's way through the engine: chunks of its protocol as they come, or all of them as one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import deepseek_recipe as recipe
+
+from rorqual.engine.output import Delta, TokenLogprob
+from rorqual.server.errors import HttpError
+from rorqual.server.images import with_images
+from rorqual.server.protocol import CHAT, Call, joined
+from rorqual.server.settings import ServerSettings
+from rorqual.server.worker import EngineWorker, Ticket
+
+Parts = list[Any]
+REASONS = {"length": recipe.InferenceFinishReason.Length}
+
+REPLAYED = "prompt_cache_replayed_tokens"
+"""Beside the prompt's hit in Chat Completions' usage: how much of it was computed again for its windows."""
+
+
+class Exchange:
+    """A call that was submitted.
+
+    ticket: of the engine. created: seconds of the epoch.
+    """
+
+    def __init__(self, call: Call, ticket: Ticket) -> None:
+        self.call, self.ticket, self.created = call, ticket, int(time.time())
+        self._processors = [call.processor() for _ in range(call.params.n)]
+        self._begun: set[int] = set()
+        self._done: set[int] = set()
+
+    @classmethod
+    async def begin(cls, worker: EngineWorker, call: Call, settings: ServerSettings) -> Exchange:
+        """Read its images, find how many tokens it may have, submit it.
+
+        Raises:
+            InputError, CapacityError, EngineStopped, deepseek_recipe.ConversionError: nothing was queued.
+        """
+        model = worker.engine.model
+        prompt, pictures = await asyncio.to_thread(with_images, model, call.ids, call.sources, settings)
+        most = call.limit(len(prompt), worker.engine.max_model_len)
+        params = replace(call.params, max_tokens=max(most, call.params.min_tokens))
+        ticket = await worker.submit(
+            prompt, params, images=pictures, salt=call.salt, speculative=_drafts(worker, call.speculative)
+        )
+        return cls(call, ticket)
+
+    async def parts(self) -> AsyncIterator[tuple[int, Parts]]:
+        """(completion, chunks of the protocol) as they come; ends the request when nobody reads on.
+
+        Raises:
+            HttpError: the engine failed at it.
+        """
+        try:
+            async for delta in self.ticket:
+                if delta.index in self._done:
+                    continue
+                yield delta.index, self._parts(delta)
+                if len(self._done) == len(self._processors):
+                    break
+        finally:
+            await asyncio.shield(self.ticket.abort())
+
+    def _parts(self, delta: Delta) -> Parts:
+        processor, found = self._processors[delta.index], []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            prompt, hit = self.usage
+            usage = recipe.PromptUsage(prompt_tokens=prompt, prompt_cache_hit_tokens=hit)
+            found += processor.push(recipe.InferenceChunk.ready(prompt_usage=usage))
+        ids, logprobs = list(delta.token_ids), delta.logprobs
+        if delta.finish_reason == "stop" and isinstance(delta.stopped_by, int):
+            ids = ids[:-1]
+        if ids and not processor.finished:
+            told = None if logprobs is None else [_pair(one) for one in logprobs[: len(ids)]]
+            found += processor.push(recipe.InferenceChunk.tokens(ids, told))
+        if delta.finish_reason == "error":
+            raise HttpError(500, str(delta.stopped_by))
+        if delta.finish_reason is not None and not processor.finished:
+            reason = REASONS.get(delta.finish_reason, recipe.InferenceFinishReason.Stop)
+            found += processor.push(recipe.InferenceChunk.finish(reason))
+        if processor.finished or delta.finish_reason is not None:
+            found += processor.finish()
+            self._done.add(delta.index)
+        return found
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens of the prompt, and how many of them were found in the cache."""
+        assert self.ticket.output is not None
+        counts = self.ticket.output.counts
+        return counts.prompt, counts.hit
+
+    @property
+    def _replayed(self) -> int:
+        assert self.ticket.output is not None
+        return self.ticket.output.counts.replayed
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        found: list[Parts] = [[] for _ in self._processors]
+        async for index, parts in self.parts():
+            found[index] += parts
+        each = [json.loads(joined(parts, self.call, self.usage, self.created)) for parts in found]
+        whole = each[0] if len(each) == 1 else merged(each)
+        if self.call.api is CHAT:
+            whole["usage"][REPLAYED] = self._replayed
+        return whole
+
+    async def events(self) -> AsyncIterator[str]:
+        """The stream as server-sent events."""
+        api = self.call.api
+        async for index, parts in self.parts():
+            for part in parts:
+                name, text = api.response.sse_event_name(part), part.to_json()
+                if api is CHAT:
+                    text = self._told(text, index)
+                yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+        done = api.response.sse_done_data()
+        if done is not None:
+            yield f"data: {done}\n\n"
+
+    def _told(self, text: str, index: int) -> str:
+        """A chunk of Chat Completions with its completion's index; usage also says how much of the hit was replayed."""
+        if not index and '"usage":{' not in text:
+            return text
+        chunk = json.loads(text)
+        for choice in chunk["choices"]:
+            choice["index"] = index
+        if chunk["usage"]:
+            chunk["usage"][REPLAYED] = self._replayed
+        return json.dumps(chunk, ensure_ascii=False)
+
+
+def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of several completions: their choices, and the prompt counted once."""
+    whole = answers[0]
+    for index, other in enumerate(answers[1:], start=1):
+        for choice in other["choices"]:
+            whole["choices"].append({**choice, "index": index})
+        new = other["usage"]["completion_tokens"]
+        whole["usage"]["completion_tokens"] += new
+        whole["usage"]["total_tokens"] += new
+        details, more = (o["usage"].get("completion_tokens_details") or {} for o in (whole, other))
+        for name, count in more.items():
+            details[name] = (details.get(name) or 0) + (count or 0)
+    return whole
+
+
+def _pair(one: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:
+    return one.logprob, list(one.top)
+
+
+def _drafts(worker: EngineWorker, asked: bool | None) -> bool | None:
+    """Where there are no drafts, asking for them changes nothing."""
+    return None if worker.engine.speculator is None and asked else asked

@@ -1,0 +1,198 @@
+"""The engine in a thread of its own: commands go in, deltas come out, on whatever event loop asked.
+
+    event loop                      worker thread
+    submit, abort, stats  ------->  between two steps
+                          <-------  deltas, as soon as a step ends
+
+Nothing but the thread touches the engine. A step that fails ends the worker: every request is told, and `alive` is
+False from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rorqual.engine.engine import Engine
+from rorqual.engine.output import Delta, RequestOutput
+from rorqual.errors import RorqualError
+from rorqual.log import logger
+
+Answer = TypeVar("Answer")
+IDLE_SECONDS = 0.5
+"""How long an idle worker waits before it looks whether it is to end."""
+
+
+class EngineStopped(RorqualError):
+    """The engine is not running: it failed, or the server ends."""
+
+
+class Ticket:
+    """A submitted request: its deltas as they come. output: what it has come to so far; the worker fills it."""
+
+    def __init__(self, worker: EngineWorker, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = ""
+        self.output: RequestOutput | None = None
+        self._worker, self._loop = worker, loop
+        self._queue: asyncio.Queue[Delta | EngineStopped] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas until every completion has ended.
+
+        Raises:
+            EngineStopped: the engine ended before the request did.
+        """
+        assert self.output is not None
+        left = len(self.output.completions)
+        while left:
+            found = await self._queue.get()
+            if isinstance(found, EngineStopped):
+                raise found
+            left -= found.finish_reason is not None
+            yield found
+
+    async def abort(self) -> None:
+        """End it if it is live; its pages are free when this returns."""
+        await self._worker.abort(self.name)
+
+    def put(self, found: Delta | EngineStopped) -> None:
+        """Called by the worker's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, found)
+        except RuntimeError:  # the loop is closed, nobody reads
+            logger.debug("server: nobody reads %s any more", self.name)
+
+
+class EngineWorker:
+    """Owns an engine.
+
+    made: called with the engine after every step, by the thread; metrics and monitors look on there.
+    """
+
+    def __init__(self, engine: Engine, made: Callable[[Engine], None] | None = None) -> None:
+        self._engine, self._made = engine, made
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._tickets: dict[str, Ticket] = {}
+        self._stopping = self._failed = False
+        self._thread = threading.Thread(target=self._run, name="rorqual-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """It takes requests and answers them."""
+        return self._thread.is_alive() and not self._failed
+
+    @property
+    def engine(self) -> Engine:
+        """To read what never changes: its model, plan and limits."""
+        return self._engine
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """End after the step that runs; requests that are live are told."""
+        self._stopping = True
+        self._commands.put(_Command(lambda: None, Future()))
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    async def submit(self, prompt: Any, params: Any, **options: Any) -> Ticket:
+        """A request of the engine's (`Engine.submit`). Raises what that raises, and EngineStopped."""
+        ticket = Ticket(self, asyncio.get_running_loop())
+
+        def enter() -> None:
+            ticket.name = self._engine.submit(prompt, params, **options)
+            ticket.output = self._engine.output(ticket.name)
+            self._tickets[ticket.name] = ticket
+
+        await self.call(enter)
+        return ticket
+
+    async def abort(self, name: str) -> None:
+        """End a request if it is live."""
+
+        def end() -> None:
+            self._tickets.pop(name, None)
+            if name in self._engine:
+                self._engine.abort(name)
+
+        if self.alive:
+            await self.call(end)
+
+    async def call(self, command: Callable[[], Answer]) -> Answer:
+        """Have the thread do something between two steps; what it gives."""
+        if not self.alive:
+            raise EngineStopped("engine: not running")
+        future: Future[Answer] = Future()
+
+        self._commands.put(_Command(command, future))
+        if not self.alive:  # it ended in between, and may have looked for the last time
+            self._refuse()
+        # Whoever asks may be cancelled meanwhile; what was to be done is done all the same.
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    def _refuse(self) -> None:
+        """Tell everybody who still waits that nothing will be done."""
+        while True:
+            try:
+                self._commands.get_nowait().refuse()
+            except queue.Empty:
+                return
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._obey(wait=not self._engine.has_work)
+                if self._engine.has_work:
+                    self._step()
+        except BaseException:
+            self._failed = True
+            logger.exception("engine: a step failed; the server takes no more requests")
+        finally:
+            self._failed = self._failed or self._stopping
+            for ticket in self._tickets.values():
+                ticket.put(EngineStopped("engine: ended before the request did"))
+            self._refuse()
+
+    def _obey(self, wait: bool) -> None:
+        try:
+            first = self._commands.get(timeout=IDLE_SECONDS) if wait else self._commands.get_nowait()
+            first.run()
+            while True:
+                self._commands.get_nowait().run()
+        except queue.Empty:
+            return
+
+    def _step(self) -> None:
+        for delta in self._engine.step():
+            ticket = self._tickets.get(delta.request)
+            if ticket is not None:
+                ticket.put(delta)
+        gone = [name for name in self._tickets if name not in self._engine]
+        for name in gone:
+            del self._tickets[name]
+        if self._made is not None:
+            self._made(self._engine)
+
+
+class _Command:
+    """Something to do between two steps, and who waits for it."""
+
+    def __init__(self, command: Callable[[], Any], future: Future[Any]) -> None:
+        self._command, self._future = command, future
+
+    def run(self) -> None:
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self._future.set_result(self._command())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def refuse(self) -> None:
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(EngineStopped("engine: not running"))
