@@ -64,7 +64,12 @@ class Exchange:
                 if len(self._done) == len(self._processors):
                     break
         finally:
-            await asyncio.shield(self.ticket.abort())
+            await asyncio.shield(self.abort())
+
+    async def abort(self) -> None:
+        """End it where it has not ended; its pages are free when this returns."""
+        # A stop text of the protocol's ends it as much as one of the engine's would.
+        await self.ticket.abort("stop" if len(self._done) == len(self._processors) else "abort")
 
     def _parts(self, delta: Delta) -> Parts:
         processor, found = self._processors[delta.index], []
