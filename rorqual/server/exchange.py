@@ -111,13 +111,21 @@ class Exchange:
 
     async def events(self) -> AsyncIterator[str]:
         """The stream as server-sent events."""
-        api = self.call.api
+        api, told = self.call.api, list[dict[str, Any]]()
         async for index, parts in self.parts():
             for part in parts:
                 name, text = api.response.sse_event_name(part), part.to_json()
+                if api is CHAT and len(self._processors) > 1 and not (chunk := json.loads(text))["choices"]:
+                    # Each completion's own; the client gets one of all, at the end.
+                    told.append(chunk)
+                    continue
                 if index and api is CHAT:
                     text = _of_completion(text, index)
                 yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+        for other in told[1:]:
+            _add_usage(told[0]["usage"], other["usage"])
+        if told:
+            yield f"data: {json.dumps(told[0], ensure_ascii=False)}\n\n"
         done = api.response.sse_done_data()
         if done is not None:
             yield f"data: {done}\n\n"
@@ -129,13 +137,17 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     for index, other in enumerate(answers[1:], start=1):
         for choice in other["choices"]:
             whole["choices"].append({**choice, "index": index})
-        new = other["usage"]["completion_tokens"]
-        whole["usage"]["completion_tokens"] += new
-        whole["usage"]["total_tokens"] += new
-        details, more = (o["usage"].get("completion_tokens_details") or {} for o in (whole, other))
-        for name, count in more.items():
-            details[name] = (details.get(name) or 0) + (count or 0)
+        _add_usage(whole["usage"], other["usage"])
     return whole
+
+
+def _add_usage(whole: dict[str, Any], other: dict[str, Any]) -> None:
+    """What another completion of the same prompt adds."""
+    whole["completion_tokens"] += other["completion_tokens"]
+    whole["total_tokens"] += other["completion_tokens"]
+    details, more = (usage.get("completion_tokens_details") or {} for usage in (whole, other))
+    for name, count in more.items():
+        details[name] = (details.get(name) or 0) + (count or 0)
 
 
 def _of_completion(text: str, index: int) -> str:
