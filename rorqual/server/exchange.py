@@ -111,24 +111,35 @@ class Exchange:
 
     async def events(self) -> AsyncIterator[str]:
         """The stream as server-sent events."""
-        api, told = self.call.api, list[dict[str, Any]]()
+        api, usage = self.call.api, dict[str, Any]()
         async for index, parts in self.parts():
             for part in parts:
                 name, text = api.response.sse_event_name(part), part.to_json()
-                if api is CHAT and len(self._processors) > 1 and not (chunk := json.loads(text))["choices"]:
-                    # Each completion's own; the client gets one of all, at the end.
-                    told.append(chunk)
-                    continue
-                if index and api is CHAT:
-                    text = _of_completion(text, index)
+                if api is CHAT and len(self._processors) > 1:
+                    chunk = self._of_several(json.loads(text), index, usage)
+                    if not chunk["choices"] and not chunk.get("usage"):
+                        continue
+                    text = json.dumps(chunk, ensure_ascii=False)
                 yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
-        for other in told[1:]:
-            _add_usage(told[0]["usage"], other["usage"])
-        if told:
-            yield f"data: {json.dumps(told[0], ensure_ascii=False)}\n\n"
         done = api.response.sse_done_data()
         if done is not None:
             yield f"data: {done}\n\n"
+
+    def _of_several(self, chunk: dict[str, Any], index: int, usage: dict[str, Any]) -> dict[str, Any]:
+        """A chunk with its completion's index. Each completion tells its usage; the last one tells that of all.
+
+        usage: the sum so far.
+        """
+        for choice in chunk["choices"]:
+            choice["index"] = index
+        told = chunk.get("usage")
+        if told and usage:
+            _add_usage(usage, told)
+        elif told:
+            usage.update(told)
+        if told:
+            chunk["usage"] = usage if len(self._done) == len(self._processors) else None
+        return chunk
 
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,13 +159,6 @@ def _add_usage(whole: dict[str, Any], other: dict[str, Any]) -> None:
     details, more = (usage.get("completion_tokens_details") or {} for usage in (whole, other))
     for name, count in more.items():
         details[name] = (details.get(name) or 0) + (count or 0)
-
-
-def _of_completion(text: str, index: int) -> str:
-    chunk = json.loads(text)
-    for choice in chunk["choices"]:
-        choice["index"] = index
-    return json.dumps(chunk, ensure_ascii=False)
 
 
 def _pair(one: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:

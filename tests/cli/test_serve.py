@@ -39,7 +39,7 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ]
     environment = {**os.environ, "RORQUAL_API_KEYS": f"{KEY}=whale"}
     with subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         watchdog = threading.Timer(SECONDS, process.kill)
         watchdog.start()
@@ -68,7 +68,7 @@ def test_keys_have_tenants_and_are_never_told() -> None:
         (["--timeout", "0"], "timeout: 0.0 is not legal"),
         (["--host", "256.0.0.1"], "cannot be listened on"),
         (["--port", "0", "--max-model-len", "1"], "max_model_len: 1 is not legal"),
-        (["--port", "0", "--memory", "1KiB"], "memory"),
+        (["--port", "0", "--memory", "1KiB"], "do not fit a budget of 1.02 kB"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +84,11 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_server_says_its_plan_and_ends_in_order() -> None:
-    body = {"prompt": "The whale", "max_tokens": 400, "ignore_eos": True, "speculative": False, "stream": True}
-    with served("--model-name", "whale", "--slots", "2", "--max-model-len", "600") as (process, address):
+    body = {"prompt": "The whale", "max_tokens": 100, "ignore_eos": True, "speculative": False, "stream": True}
+    with served("--model-name", "whale", "--slots", "2", "--max-model-len", "600", "--drain", "100") as (
+        process,
+        address,
+    ):
         with httpx.Client(base_url=address, headers=HEADERS, timeout=SECONDS) as client:
             assert client.get("/v1/models").json()["data"][0] | {"created": 0} == {
                 "id": "whale",
