@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
+from importlib.metadata import version as installed_version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from rorqual import __version__
 from rorqual.engine.engine import Engine
 from rorqual.server import fields, live, texts
 from rorqual.server.access import Server
@@ -22,6 +22,8 @@ from rorqual.server.errors import HttpError, as_http
 from rorqual.server.exchange import Exchange
 from rorqual.server.protocol import CHAT, MESSAGES, RESPONSES, Api
 from rorqual.server.settings import ServerSettings
+
+VERSION = installed_version("rorqual")
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
@@ -36,7 +38,7 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
         finally:
             server.worker.stop()
 
-    app = FastAPI(title="Rorqual", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="Rorqual", version=VERSION, lifespan=lifespan)
     app.state.server = server
     for path, api in (("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)):
         app.add_api_route(path, conversation(server, api), methods=["POST"], name=api.name)
@@ -121,4 +123,4 @@ def health(server: Server) -> Handler:
 
 
 async def version() -> dict[str, Any]:
-    return {"version": __version__}
+    return {"version": VERSION}
