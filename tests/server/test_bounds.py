@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from apps import asked, assert_free, events
+from starlette.requests import ClientDisconnect
 
 from rorqual.server.access import Server
 from rorqual.server.settings import ServerSettings
@@ -159,3 +161,33 @@ def test_keys_are_never_logged(caplog: pytest.LogCaptureFixture, monkeypatch: py
     asyncio.run(ask())
     assert "ZeroDivisionError" in caplog.text
     assert not any(secret in text for secret in secrets for text in (caplog.text, repr(settings)))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("sent", [0, 1, 3])
+def test_a_client_that_is_gone_before_it_reads_leaves_nothing(path: str, sent: int) -> None:
+    async def ask() -> None:
+        async with asked() as (client, server):
+            transport = client._transport
+            assert isinstance(transport, httpx.ASGITransport)
+            turn = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3000}
+            body = turn if "chat" in path else LONG
+            parts = [{"type": "http.request", "body": json.dumps(body | {"stream": True}).encode(), "more_body": False}]
+            messages: list[Any] = []
+
+            async def receive() -> Any:
+                return parts.pop() if parts else {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                messages.append(message)
+                if len(messages) > sent:
+                    raise OSError("gone")
+
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+            with contextlib.suppress(OSError, ClientDisconnect):
+                await transport.app({**scope, "asgi": {"version": "3.0", "spec_version": "2.4"}}, receive, send)
+            assert len(messages) == sent + 1
+            assert_free(server)
+
+    asyncio.run(ask())
