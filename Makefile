@@ -1,6 +1,7 @@
 # Every target does its own set-up; on a fresh machine it takes Python >= 3.11, make and pip, nothing else.
 #   make demo                   the main job: the shipped model continues a passage
 #   make demo PROMPT='...'      or a text of your own
+#   make serve                  the same model behind the APIs that clients speak; SERVE='--port 8080' adds options
 #   make test                   set-up, then the gate (scripts/check)
 #   make demo TORCH_INDEX=URL   take torch from another index than pip's own (first set-up only)
 #   make test PYTHON=python3.12 another interpreter (first set-up only)
@@ -8,6 +9,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PROMPT ?=
+SERVE ?=
 export PROMPT
 
 VENV := .venv
@@ -54,8 +56,8 @@ bench: $(WARM)
 	$(RORQUAL) bench memory --random real-pair
 	$(RORQUAL) bench engine
 
-serve:
-	@echo 'rorqual: the server arrives with a later release' >&2; exit 2
+serve: $(WARM)
+	$(RORQUAL) serve $(SERVE)
 
 clean:
 	rm -rf $(VENV) build

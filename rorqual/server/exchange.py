@@ -67,7 +67,12 @@ class Exchange:
                 if len(self._done) == len(self._processors):
                     break
         finally:
-            await asyncio.shield(self.ticket.abort())
+            await asyncio.shield(self.abort())
+
+    async def abort(self) -> None:
+        """End it where it has not ended; its pages are free when this returns."""
+        # A stop text of the protocol's ends it as much as one of the engine's would.
+        await self.ticket.abort("stop" if len(self._done) == len(self._processors) else "abort")
 
     def _parts(self, delta: Delta) -> Parts:
         processor, found = self._processors[delta.index], []
@@ -117,27 +122,37 @@ class Exchange:
 
     async def events(self) -> AsyncIterator[str]:
         """The stream as server-sent events."""
-        api = self.call.api
+        api, usage = self.call.api, dict[str, Any]()
         async for index, parts in self.parts():
             for part in parts:
                 name, text = api.response.sse_event_name(part), part.to_json()
-                if api is CHAT:
-                    text = self._told(text, index)
+                if api is CHAT and (len(self._processors) > 1 or '"usage":{' in text):
+                    chunk = self._told(json.loads(text), index, usage)
+                    if not chunk["choices"] and not chunk.get("usage"):
+                        continue
+                    text = json.dumps(chunk, ensure_ascii=False)
                 yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
         done = api.response.sse_done_data()
         if done is not None:
             yield f"data: {done}\n\n"
 
-    def _told(self, text: str, index: int) -> str:
-        """A chunk of Chat Completions with its completion's index; usage also says how much of the hit was replayed."""
-        if not index and '"usage":{' not in text:
-            return text
-        chunk = json.loads(text)
+    def _told(self, chunk: dict[str, Any], index: int, usage: dict[str, Any]) -> dict[str, Any]:
+        """A chunk with its completion's index. Each completion tells its usage; the last one tells that of all, and how
+        much of the hit was replayed.
+
+        usage: the sum so far.
+        """
         for choice in chunk["choices"]:
             choice["index"] = index
-        if chunk["usage"]:
-            chunk["usage"][REPLAYED] = self._replayed
-        return json.dumps(chunk, ensure_ascii=False)
+        told = chunk.get("usage")
+        if told and usage:
+            _add_usage(usage, told)
+        elif told:
+            usage.update(told)
+        if told:
+            usage[REPLAYED] = self._replayed
+            chunk["usage"] = usage if len(self._done) == len(self._processors) else None
+        return chunk
 
 
 def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,13 +161,17 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     for index, other in enumerate(answers[1:], start=1):
         for choice in other["choices"]:
             whole["choices"].append({**choice, "index": index})
-        new = other["usage"]["completion_tokens"]
-        whole["usage"]["completion_tokens"] += new
-        whole["usage"]["total_tokens"] += new
-        details, more = (o["usage"].get("completion_tokens_details") or {} for o in (whole, other))
-        for name, count in more.items():
-            details[name] = (details.get(name) or 0) + (count or 0)
+        _add_usage(whole["usage"], other["usage"])
     return whole
+
+
+def _add_usage(whole: dict[str, Any], other: dict[str, Any]) -> None:
+    """What another completion of the same prompt adds."""
+    whole["completion_tokens"] += other["completion_tokens"]
+    whole["total_tokens"] += other["completion_tokens"]
+    details, more = (usage.get("completion_tokens_details") or {} for usage in (whole, other))
+    for name, count in more.items():
+        details[name] = (details.get(name) or 0) + (count or 0)
 
 
 def _pair(one: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib import resources
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from rorqual.engine.engine import Engine
 from rorqual.server.errors import HttpError
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -23,12 +20,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-RECENT = 32
-"""Steps that `/stats` tells of."""
 
 
 def add_page(app: FastAPI) -> None:
-    """`/`, `/page/NAME`, and `/stats` where the application has none."""
+    """`/` and `/page/NAME`."""
     files = page_files()
 
     async def file(request: Request) -> Response:
@@ -40,8 +35,6 @@ def add_page(app: FastAPI) -> None:
 
     app.add_api_route("/", file, methods=["GET"], include_in_schema=False)
     app.add_api_route("/page/{name}", file, methods=["GET"], include_in_schema=False)
-    if not any(getattr(route, "path", None) == "/stats" for route in app.routes):
-        app.add_api_route("/stats", stats(app), methods=["GET"])
 
 
 def page_files() -> dict[str, bytes]:
@@ -52,28 +45,3 @@ def page_files() -> dict[str, bytes]:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
         if entry.name.endswith(tuple(TYPES))
     }
-
-
-def stats(app: FastAPI) -> Any:
-    """GET of the engine's statistics, with the layers and the model's name."""
-    from rorqual.server.app import guarded
-
-    server = app.state.server
-
-    async def handle(request: Request) -> Response:
-        server.tenant(request)
-        found = await server.worker.call(lambda: engine_stats(server.worker.engine))
-        return JSONResponse({**found, "model": server.settings.model})
-
-    return guarded(handle)
-
-
-def engine_stats(engine: Engine) -> dict[str, Any]:
-    """What an engine shows of itself, as JSON takes it, with its last steps and its layers. Its thread's to call."""
-    found = dataclasses.asdict(engine.stats())
-    found["recent"] = found["recent"][-RECENT:]
-    roles = engine.model.config.roles
-    found["layers"] = [
-        {"id": role.layer_id, "mode": str(role.mode), "part": str(role.part), "ratio": role.ratio} for role in roles
-    ]
-    return found

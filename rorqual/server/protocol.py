@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from rorqual.engine.params import Constraint, SamplingParams
 from rorqual.errors import InputError
+from rorqual.server import fields
 from rorqual.server.settings import ServerSettings
 from rorqual.training.data.tokens import END_THINK, plain_ids, token_id
 
@@ -32,24 +33,26 @@ EXTENSIONS = {
     "stop_token_ids": "stop_ids",
 }
 """Fields of a body that are sampling parameters of ours."""
+MOST = 2**31 - 1
 EFFORTS = range(1, 101)
 EFFORT_LINE = "Reasoning Effort: "
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One conversation API. name: of its answers' ids."""
+    """One conversation API. name: of its answers' ids. fields: of its bodies."""
 
     name: str
     request: Any
     response: Any
+    fields: fields.Fields
     several: bool = False
     """`n` is legal."""
 
 
-CHAT = Api("chatcmpl", recipe.ChatCompletionRequest, recipe.ChatCompletionResponse, several=True)
-RESPONSES = Api("resp", recipe.ResponsesRequest, recipe.ResponsesResponse)
-MESSAGES = Api("msg", recipe.MessagesRequest, recipe.MessagesResponse)
+CHAT = Api("chatcmpl", recipe.ChatCompletionRequest, recipe.ChatCompletionResponse, fields.CHAT, several=True)
+RESPONSES = Api("resp", recipe.ResponsesRequest, recipe.ResponsesResponse, fields.RESPONSES)
+MESSAGES = Api("msg", recipe.MessagesRequest, recipe.MessagesResponse, fields.MESSAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,19 @@ class Call:
     stream: bool
     salt: str
     speculative: bool | None
+
+    def of(self, tenant: str) -> Call:
+        """In a tenant's name: two tenants never share a page, nor two salts of one."""
+        return replace(self, salt=salted(tenant, self.salt))
+
+
+def salted(tenant: str, salt: str) -> str:
+    """The engine's salt for a tenant's.
+
+    >>> salted("a", "b"), salted("ab", "")
+    ('["a", "b"]', '["ab", ""]')
+    """
+    return json.dumps([tenant, salt])
 
 
 class Conversations:
@@ -98,8 +114,12 @@ class Conversations:
         """
         body = dict(body)
         given = {ours: body.pop(theirs) for theirs, ours in EXTENSIONS.items() if body.get(theirs) is not None}
-        body = {field: value for field, value in body.items() if field not in EXTENSIONS}
-        salt, speculative = _text(body.pop("cache_salt", None), "cache_salt"), body.pop("speculative", None)
+        salt = fields.text(body, "cache_salt")
+        speculative = None if body.get("speculative") is None else fields.flag(body, "speculative")
+        if api is CHAT and body.get("max_completion_tokens") is not None:
+            body["max_tokens"] = body["max_completion_tokens"]
+        ours = {*EXTENSIONS, "cache_salt", "speculative", "max_completion_tokens", "priority"}
+        body = {field: value for field, value in body.items() if field not in ours}
         self._check(api, body, given)
         effort = self._effort(body)
         parsed = api.request(json.dumps(body))
@@ -126,7 +146,7 @@ class Conversations:
             limit=converted.resolve_max_tokens,
             processor=processor,
             stream=converted.stream,
-            salt=salt or "",
+            salt=salt,
             speculative=speculative,
         )
 
@@ -175,23 +195,28 @@ class Conversations:
         return ids + plain_ids(self._plain, text[shown:])
 
 
-def _sampling(given: Mapping[str, Any], options: Any, after: str | None) -> SamplingParams:
-    fields = dict(given)
-    bias = fields.get("logit_bias")
-    if bias is not None:
-        if not isinstance(bias, dict):
-            raise InputError("logit_bias: not an object of token ids and numbers")
-        fields["logit_bias"] = {_token(token): _number(value, "logit_bias") for token, value in bias.items()}
-    for name in fields.keys() - {"logit_bias", "ignore_eos", "stop_ids"}:
-        fields[name] = _number(fields[name], name)
+def _sampling(given: dict[str, Any], options: Any, after: str | None) -> SamplingParams:
+    extra = dict(given)
+    for name in extra:
+        match name:
+            case "logit_bias":
+                extra[name] = fields.bias(extra)
+            case "ignore_eos":
+                extra[name] = fields.flag(extra, name)
+            case "stop_ids":
+                extra[name] = fields.ids(extra[name], "stop_token_ids")
+            case "n" | "top_k" | "min_tokens":
+                extra[name] = fields.whole(extra, name, 0, MOST)
+            case _:
+                extra[name] = fields.number(extra, name, 0.0)
     return SamplingParams(
         temperature=1.0 if options.temperature is None else options.temperature,
         top_p=1.0 if options.top_p is None else options.top_p,
         seed=options.seed,
         logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         constraint=_constraint(options.output_constraint, after),
-        max_tokens=max(1, fields.get("min_tokens", 1)),
-        **fields,
+        max_tokens=max(1, extra.get("min_tokens", 1)),
+        **extra,
     )
 
 
@@ -203,25 +228,6 @@ def _constraint(found: Any, after: str | None) -> Constraint | None:
     if found.schema:
         return Constraint(kind="json_schema", value=found.schema, after=after)
     return Constraint(kind="json_object", after=after)
-
-
-def _token(text: object) -> int:
-    try:
-        return int(str(text))
-    except ValueError:
-        raise InputError(f"logit_bias: {text!r} is not a token id") from None
-
-
-def _number(value: object, name: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name}: {value!r} is not a number")
-    return value
-
-
-def _text(value: object, name: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InputError(f"{name}: {value!r} is not a text")
-    return value
 
 
 def joined(parts: Iterable[Any], call: Call, usage: tuple[int, int], created: int) -> str:

@@ -16,7 +16,7 @@ class ServerSettings:
     api_keys: key -> tenant; tenants never share a page. Without any, everybody is one tenant.
     body_bytes: of a request. messages, tools, images: of one. image_bytes, image_pixels: of one image.
     waiting: requests in the queue. concurrency: requests of one key at a time. timeout: seconds of one request.
-    completions: `n` at most. stops: stop texts at most.
+    completions: `n` at most. prompts: of one text completion. stops: stop texts at most.
     image_hosts: hosts that images may be fetched from; without any, data URLs alone are taken.
     thinking: whether a request thinks that does not say.
 
@@ -26,7 +26,7 @@ class ServerSettings:
 
     model: str = "rorqual"
     aliases: tuple[str, ...] = ()
-    api_keys: Mapping[str, str] = field(default_factory=dict)
+    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     body_bytes: int = 32 << 20
     messages: int = 2048
     tools: int = 128
@@ -37,6 +37,7 @@ class ServerSettings:
     concurrency: int = 64
     timeout: float = 600.0
     completions: int = 16
+    prompts: int = 64
     stops: int = 16
     image_hosts: tuple[str, ...] = ()
     thinking: bool = False
@@ -44,7 +45,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name in ("body_bytes", "messages", "tools", "images", "image_bytes", "image_pixels", "waiting"):
             _at_least_one(name, getattr(self, name))
-        for name in ("concurrency", "timeout", "completions", "stops"):
+        for name in ("concurrency", "timeout", "completions", "prompts", "stops"):
             _at_least_one(name, getattr(self, name))
         if not self.model:
             raise InputError("model: '' is not legal; legal: a name of at least 1 character")

@@ -11,15 +11,16 @@ False from then on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rorqual.engine.engine import Engine
 from rorqual.engine.output import Delta, RequestOutput
-from rorqual.errors import RorqualError
+from rorqual.errors import CapacityError, RorqualError
 from rorqual.log import logger
 
 Answer = TypeVar("Answer")
@@ -55,9 +56,9 @@ class Ticket:
             left -= found.finish_reason is not None
             yield found
 
-    async def abort(self) -> None:
-        """End it if it is live; its pages are free when this returns."""
-        await self._worker.abort(self.name)
+    async def abort(self, reason: str = "abort") -> None:
+        """End it if it is live; its pages are free when this returns. reason: what it counts as."""
+        await self._worker.abort(self.name, reason)
 
     def put(self, found: Delta | EngineStopped) -> None:
         """Called by the worker's thread."""
@@ -67,14 +68,24 @@ class Ticket:
             logger.debug("server: nobody reads %s any more", self.name)
 
 
+class Watcher(Protocol):
+    """Looks on, from the worker's thread."""
+
+    def delta(self, output: RequestOutput, delta: Delta) -> None:
+        """A completion of a request has gone on, or ended."""
+
+    def ended(self, output: RequestOutput, reason: str, completions: int) -> None:
+        """A request was ended from outside, and so many of its completions with it."""
+
+
 class EngineWorker:
     """Owns an engine.
 
-    made: called with the engine after every step, by the thread; metrics and monitors look on there.
+    waiting: requests in its queue, whatever the engine's own limit; None leaves it at that. watcher: of what it does.
     """
 
-    def __init__(self, engine: Engine, made: Callable[[Engine], None] | None = None) -> None:
-        self._engine, self._made = engine, made
+    def __init__(self, engine: Engine, waiting: int | None = None, watcher: Watcher | None = None) -> None:
+        self._engine, self._waiting, self._watcher = engine, waiting, watcher
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
         self._stopping = self._failed = False
@@ -105,23 +116,34 @@ class EngineWorker:
         ticket = Ticket(self, asyncio.get_running_loop())
 
         def enter() -> None:
+            waiting = self._engine.scheduler.waiting
+            if self._waiting is not None and waiting >= self._waiting:
+                raise CapacityError(f"queue: {waiting} requests wait already, which is the limit")
             ticket.name = self._engine.submit(prompt, params, **options)
             ticket.output = self._engine.output(ticket.name)
             self._tickets[ticket.name] = ticket
 
-        await self.call(enter)
+        try:
+            await self.call(enter)
+        except asyncio.CancelledError:
+            # It is done all the same, and nobody would end it.
+            self._commands.put(_Command(lambda: self._end(ticket.name, "abort"), Future()))
+            raise
         return ticket
 
-    async def abort(self, name: str) -> None:
-        """End a request if it is live."""
+    async def abort(self, name: str, reason: str = "abort") -> None:
+        """End a request if it is live. reason: what its watcher is told."""
+        with contextlib.suppress(EngineStopped):  # then nothing is live any more
+            await self.call(lambda: self._end(name, reason))
 
-        def end() -> None:
-            self._tickets.pop(name, None)
-            if name in self._engine:
-                self._engine.abort(name)
-
-        if self.alive:
-            await self.call(end)
+    def _end(self, name: str, reason: str) -> None:
+        self._tickets.pop(name, None)
+        if name in self._engine:
+            output = self._engine.output(name)
+            ends = sum(own.finish_reason is None for own in output.completions)
+            self._engine.abort(name)
+            if self._watcher is not None and ends:
+                self._watcher.ended(output, reason, ends)
 
     async def call(self, command: Callable[[], Answer]) -> Answer:
         """Have the thread do something between two steps; what it gives."""
@@ -171,12 +193,12 @@ class EngineWorker:
         for delta in self._engine.step():
             ticket = self._tickets.get(delta.request)
             if ticket is not None:
+                if self._watcher is not None and ticket.output is not None:
+                    self._watcher.delta(ticket.output, delta)
                 ticket.put(delta)
         gone = [name for name in self._tickets if name not in self._engine]
         for name in gone:
             del self._tickets[name]
-        if self._made is not None:
-            self._made(self._engine)
 
 
 class _Command:

@@ -167,7 +167,10 @@ def test_kept_documents_are_whole_runs_that_name_their_command() -> None:
     assert sorted(path.stem for path in kept) == names
     for path in kept:
         document: Document = json.loads(path.read_text(encoding="utf-8"))
-        assert document["command"].partition(" --")[0] == f"rorqual bench {path.stem.partition('-')[0]}" and document["quick"] is False
+        assert (
+            document["command"].partition(" --")[0] == f"rorqual bench {path.stem.partition('-')[0]}"
+            and document["quick"] is False
+        )
         assert all(math.isfinite(number) for number in numbers(document))
         assert not any(folder in path.read_text(encoding="utf-8") for folder in ("/tmp", "/home", "/root", "/Users"))
 

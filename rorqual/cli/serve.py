@@ -1,0 +1,105 @@
+"""`rorqual serve`: a model behind the APIs that clients speak already."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rorqual.errors import InputError
+
+KEYS = "RORQUAL_API_KEYS"
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "deepseek_recipe", "llguidance")
+
+
+def command(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; else the shipped model.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one, which is printed.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help=f"KEY or KEY=TENANT; may be repeated. Also from {KEYS}.")
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="What clients call the model.")] = "rorqual",
+    alias: Annotated[list[str] | None, typer.Option(help="Another name of it; may be repeated.")] = None,
+    thinking: Annotated[bool, typer.Option("--thinking", help="Think where a request does not say.")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt and new ones.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Bytes in all (2GiB) or a share of what is free (50%).")] = None,
+    slots: Annotated[int, typer.Option(help="Sequences that run at once.")] = 16,
+    numerics: Annotated[str, typer.Option(help="fp32 or native.")] = "fp32",
+    kernels: Annotated[str, typer.Option(help="auto, fast or plain.")] = "auto",
+    waiting: Annotated[int, typer.Option(help="Requests in the queue at most.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests of one tenant at a time.")] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds of one request.")] = 600.0,
+    drain: Annotated[float, typer.Option(help="Seconds that running requests have when the server ends.")] = 30.0,
+    body_bytes: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 32 << 20,
+    messages: Annotated[int, typer.Option(help="Messages of a conversation.")] = 2048,
+    tools: Annotated[int, typer.Option(help="Tools of a request.")] = 128,
+    completions: Annotated[int, typer.Option(help="n at most.")] = 16,
+    prompts: Annotated[int, typer.Option(help="Prompts of a text completion.")] = 64,
+    stops: Annotated[int, typer.Option(help="Stop texts of a request.")] = 16,
+    images: Annotated[int, typer.Option(help="Images of a request.")] = 16,
+    image_bytes: Annotated[int, typer.Option(help="Bytes of one image.")] = 16 << 20,
+    image_pixels: Annotated[int, typer.Option(help="Pixels of one image.")] = 64 << 20,
+    image_host: Annotated[list[str] | None, typer.Option(help="Host that images are fetched from; repeatable.")] = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages."""
+    _check_installed()
+    from rorqual.engine.engine import Engine
+    from rorqual.model.load import load
+    from rorqual.server.app import create_app
+    from rorqual.server.serving import address, listen, serve
+    from rorqual.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        model=model_name,
+        aliases=tuple(alias or ()),
+        api_keys=read_keys([*re.split(r"[\s,]+", os.environ.get(KEYS, "")), *(api_key or ())]),
+        body_bytes=body_bytes,
+        messages=messages,
+        tools=tools,
+        images=images,
+        image_bytes=image_bytes,
+        image_pixels=image_pixels,
+        waiting=waiting,
+        concurrency=concurrency,
+        timeout=timeout,
+        completions=completions,
+        prompts=prompts,
+        stops=stops,
+        image_hosts=tuple(image_host or ()),
+        thinking=thinking,
+    )
+    with listen(host, port) as listener:
+        loaded = load(model, numerics=numerics, kernels=kernels)
+        engine = Engine(loaded, memory=memory, slots=slots, max_model_len=max_model_len, max_waiting=waiting)
+        app, where = create_app(engine, settings), address(listener)
+        serve(app, listener, drain, lambda: print(f"rorqual serves {model_name} at {where}", flush=True))
+
+
+def read_keys(given: Iterable[str]) -> dict[str, str]:
+    """Key -> tenant, of words KEY or KEY=TENANT. A key without a tenant is one of its own.
+
+    >>> read_keys(["a", "b=blue", "", "c=blue"])
+    {'a': 'key-1', 'b': 'blue', 'c': 'blue'}
+
+    Raises:
+        InputError: an empty key or tenant; which one is told by number, never by its text.
+    """
+    found: dict[str, str] = {}
+    for number, word in enumerate(filter(None, given), start=1):
+        key, equals, tenant = word.partition("=")
+        if not key or (equals and not tenant):
+            raise InputError(f"api-key: the one at place {number} is not legal; legal: KEY or KEY=TENANT")
+        found[key] = tenant or f"key-{number}"
+    return found
+
+
+def _check_installed() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(f"serve: {', '.join(missing)} missing; install with pip install 'rorqual[server]'")
