@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from rorqual.engine.params import Constraint, SamplingParams
 from rorqual.errors import InputError
+from rorqual.server.history import with_arguments
 from rorqual.server.settings import ServerSettings
 from rorqual.training.data.tokens import END_THINK, plain_ids, token_id
 
@@ -101,6 +102,7 @@ class Conversations:
         body = {field: value for field, value in body.items() if field not in EXTENSIONS}
         salt, speculative = _text(body.pop("cache_salt", None), "cache_salt"), body.pop("speculative", None)
         self._check(api, body, given)
+        body = with_arguments(body)
         effort = self._effort(body)
         parsed = api.request(json.dumps(body))
         model = parsed.model
