@@ -11,7 +11,7 @@ from typing import Any
 
 from serving import demo_model
 
-from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times
+from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob
 from rorqual.server.exchange import Exchange
 from rorqual.server.protocol import CHAT, MESSAGES, Api, Call, Conversations
 from rorqual.server.settings import ServerSettings
@@ -121,7 +121,7 @@ def told_of(api: Api, lines: Sequence[str]) -> Told:
 class Saying:
     """Stands where an engine's ticket does: tokens come in the given parts, and then eos or the end of the budget."""
 
-    def __init__(self, parts: Sequence[Sequence[int]], stopped_by: int | None, logprobs: bool = False) -> None:
+    def __init__(self, parts: Sequence[Sequence[int]], stopped_by: int | None, logprob: float | None = None) -> None:
         self.aborted = False
         self.output = RequestOutput(
             request="r",
@@ -130,13 +130,14 @@ class Saying:
             counts=Counts(prompt=7, hit=3),
             times=Times(arrived=0.0),
         )
-        self._parts, self._stopped_by = parts, stopped_by
+        self._parts, self._stopped_by, self._logprob = parts, stopped_by, logprob
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for at, ids in enumerate(self._parts):
             last = at + 1 == len(self._parts)
             reason = None if not last else "length" if self._stopped_by is None else "stop"
             yield Delta(
+                logprobs=self._logprobs(ids),
                 request="r",
                 index=0,
                 text="",
@@ -145,20 +146,29 @@ class Saying:
                 stopped_by=self._stopped_by if last else None,
             )
 
+    def _logprobs(self, ids: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
+        if self._logprob is None:
+            return None
+        return tuple(TokenLogprob(token=one, logprob=self._logprob, top=((one, self._logprob),)) for one in ids)
+
     async def abort(self) -> None:
         self.aborted = True
 
 
-def events_of(call: Call, parts: Sequence[Sequence[int]], stopped_by: int | None) -> list[str]:
+def events_of(
+    call: Call, parts: Sequence[Sequence[int]], stopped_by: int | None, logprob: float | None = None
+) -> list[str]:
     """The stream of what was said in these parts."""
 
     async def read() -> list[str]:
-        exchange = Exchange(call, Saying(parts, stopped_by))  # type: ignore[arg-type]
+        exchange = Exchange(call, Saying(parts, stopped_by, logprob))  # type: ignore[arg-type]
         return [event async for event in exchange.events()]
 
     return asyncio.run(read())
 
 
-def answer_of(call: Call, parts: Sequence[Sequence[int]], stopped_by: int | None) -> dict[str, Any]:
+def answer_of(
+    call: Call, parts: Sequence[Sequence[int]], stopped_by: int | None, logprob: float | None = None
+) -> dict[str, Any]:
     """The same as one answer."""
-    return asyncio.run(Exchange(call, Saying(parts, stopped_by)).answer())  # type: ignore[arg-type]
+    return asyncio.run(Exchange(call, Saying(parts, stopped_by, logprob)).answer())  # type: ignore[arg-type]

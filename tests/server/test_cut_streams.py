@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 from dialogue import COMMAND, MARKED, Told, answer_of, body_of, conversations, events_of, told_of
@@ -44,9 +46,9 @@ def eos() -> int:
     return token_id(tokenizer, EOS)
 
 
-def call_of(api: Api, thinks: bool = False) -> Call:
+def call_of(api: Api, thinks: bool = False, **fields: Any) -> Call:
     kind = {"type": "enabled" if thinks else "disabled"}
-    body = body_of(api)
+    body = body_of(api, **fields)
     if api is RESPONSES:
         body["reasoning"] = {"effort": "high" if thinks else "none"}
     else:
@@ -134,3 +136,35 @@ def test_no_delta_holds_half_a_character() -> None:
     for count in range(1, len(ids)):
         found = streamed(CHAT, [[one] for one in ids[:count]], ends=False).content
         assert text.startswith(found.rstrip("\ufffd")), count
+
+
+@pytest.mark.parametrize(
+    ("stops", "content"),
+    (
+        (["two th"], "one "),
+        (["two three", "two"], "one "),
+        (["two three four", "e"], "on"),
+        (["two x", "three four x"], "one two three four"),
+    ),
+)
+def test_a_stop_text_never_shows_its_beginning(stops: list[str], content: str) -> None:
+    ids = ids_of("one two three four")
+    call = call_of(CHAT, stop=stops)
+    assert told_of(CHAT, events_of(call, [ids], eos())).content == content
+    for cut in range(1, len(ids)):
+        told = told_of(CHAT, events_of(call, [ids[:cut], ids[cut:]], eos()))
+        assert (told.content, told.finish) == (content, "stop"), cut
+
+
+@pytest.mark.parametrize("value", (-math.inf, -1e30))
+def test_no_logprob_breaks_the_json(value: float) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    call, ids = call_of(CHAT, logprobs=True, top_logprobs=1), ids_of("one")
+    for event in events_of(call, [[one] for one in ids], eos(), value):
+        if "[DONE]" not in event:
+            json.loads(event.removeprefix("data: "), parse_constant=refuse)
+    (choice,) = answer_of(call, [ids], eos(), value)["choices"]
+    for one in choice["logprobs"]["content"]:
+        assert one["logprob"] is None or math.isfinite(one["logprob"])
