@@ -12,7 +12,7 @@ import time
 
 import httpx
 
-TOKENS_OF_A_REQUEST = {"temperature": 0.9, "ignore_eos": True, "stream": True}
+HOW = {"temperature": 0.9, "stream": True}
 
 
 async def stream(client: httpx.AsyncClient, number: int, tokens: int) -> str:
@@ -22,7 +22,7 @@ async def stream(client: httpx.AsyncClient, number: int, tokens: int) -> str:
         "messages": [{"role": "user", "content": f"Of whales, chapter {number}."}],
         "max_tokens": tokens,
         "seed": number,
-        **TOKENS_OF_A_REQUEST,
+        **HOW,
     }
     text, done = "", False
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:

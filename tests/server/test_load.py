@@ -43,7 +43,7 @@ def offline(streams: int, tokens: int) -> list[str]:
         .ids
         for n in range(streams)
     ]
-    params = [SamplingParams(temperature=0.9, ignore_eos=True, seed=n, max_tokens=tokens) for n in range(streams)]
+    params = [SamplingParams(temperature=0.9, seed=n, max_tokens=tokens) for n in range(streams)]
     return [output.text for output in LLM(demo_model(), slots=4).generate(prompts, params)]
 
 
@@ -80,7 +80,7 @@ def test_a_minute_of_many_streams_leaves_nothing_and_costs_little() -> None:
     print(
         f"load: {sum(map(len, found))} streams, engine {engine:.1f} s, the rest of the server {process - engine:.1f} s"
     )
-    assert process - engine <= 0.1 * engine
+    assert rest <= 0.1 * engine
 
 
 @pytest.fixture(scope="module")
