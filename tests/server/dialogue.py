@@ -151,7 +151,7 @@ class Saying:
             return None
         return tuple(TokenLogprob(token=one, logprob=self._logprob, top=((one, self._logprob),)) for one in ids)
 
-    async def abort(self) -> None:
+    async def abort(self, reason: str = "abort") -> None:
         self.aborted = True
 
 
