@@ -26,7 +26,8 @@ def image_bytes(source: Any, settings: ServerSettings) -> bytes:
     """The encoded bytes of one image source of a conversation.
 
     Raises:
-        InputError: too large in bytes or pixels, no data URL and no allowed host, or nothing that can be read; with where it stands.
+        InputError: too large in bytes or pixels, no data URL and no allowed host, or nothing that can be read; with
+            where it stands.
     """
     where = source.path or "image"
     if source.kind == "data_url":
