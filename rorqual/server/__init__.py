@@ -4,6 +4,7 @@ settings         `ServerSettings`: names, keys, limits
 worker           `EngineWorker`: the engine in a thread of its own, asked from an event loop
 fields           which fields of a body mean something, and readers of single ones
 protocol         conversation bodies to prompts and answers to bodies, by `deepseek-recipe`, the model makers' library
+history          earlier tool calls, however a client spells their arguments
 exchange         one conversation's way through the engine: chunks as they come, or one answer
 completion_body  what a text completion asks for
 completion_text  its text and log-probabilities, piece by piece
@@ -14,5 +15,6 @@ errors           what went wrong as the body that a route's clients expect
 access           who may ask, how much at once, and what is read
 answering        a handler's work to its client, within a time, undone when the client leaves
 app              the routes
+page             the files of the page at /
 serving          a socket, and an orderly end
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import ipaddress
 import urllib.parse
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ from typing import Any
 
 import deepseek_recipe as recipe
 import torch
+from PIL import Image
 from torch import Tensor
 
 from rorqual.engine.images import read_images
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
-from rorqual.model.vision.image import ImageInput, image_token_ids
+from rorqual.model.vision.image import FORMATS, ImageInput, image_token_ids
 from rorqual.server.settings import ServerSettings
 
 
@@ -24,7 +26,8 @@ def image_bytes(source: Any, settings: ServerSettings) -> bytes:
     """The encoded bytes of one image source of a conversation.
 
     Raises:
-        InputError: too large, no data URL and no allowed host, or nothing that can be read; with where it stands.
+        InputError: too large in bytes or pixels, no data URL and no allowed host, or nothing that can be read; with
+            where it stands.
     """
     where = source.path or "image"
     if source.kind == "data_url":
@@ -35,7 +38,19 @@ def image_bytes(source: Any, settings: ServerSettings) -> bytes:
         found = source.data or b""
     if len(found) > settings.image_bytes:
         raise InputError(f"{where}: {len(found):,} bytes are too many; the limit is {settings.image_bytes:,}")
+    _check_pixels(found, where, settings.image_pixels)
     return found
+
+
+def _check_pixels(data: bytes, where: str, limit: int) -> None:
+    """By its header, before any pixel is decoded. What has no header is told by whoever decodes it."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            pixels = image.width * image.height
+    except Exception:  # decoders raise nearly anything on hostile bytes
+        return
+    if pixels > limit:
+        raise InputError(f"{where}: image of {pixels:,} pixels is too large; the limit is {limit:,} pixels")
 
 
 def _data(url: str | None, where: str) -> bytes:

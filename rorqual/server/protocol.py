@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from rorqual.engine.params import Constraint, SamplingParams
 from rorqual.errors import InputError
 from rorqual.server import fields
+from rorqual.server.history import with_arguments
 from rorqual.server.settings import ServerSettings
 from rorqual.training.data.tokens import END_THINK, plain_ids, token_id
 
@@ -121,6 +122,7 @@ class Conversations:
         ours = {*EXTENSIONS, "cache_salt", "speculative", "max_completion_tokens", "priority"}
         body = {field: value for field, value in body.items() if field not in ours}
         self._check(api, body, given)
+        body = with_arguments(body)
         effort = self._effort(body)
         parsed = api.request(json.dumps(body))
         model = parsed.model
