@@ -161,9 +161,11 @@ class Stepper:
         if self.speculator is None:
             return 0.0
         window = self.runner.model.config.sliding_window
-        wanted = [result for result in results if result.live.request.speculative and not result.live.finished]
+        speculative = [result for result in results if result.live.request.speculative]
+        wanted = [result for result in speculative if not result.live.finished]
         fed = []
-        for result in wanted:
+        # Completions that go on from the same prompt copy its windows, even where the first one has ended.
+        for result in (one for one in speculative if len(one.deltas) > 1 or not one.live.finished):
             hidden, first = result.output.main_hidden, result.output.first
             # The windows reach no further back than this from the end of the prompt.
             if hidden is not None and result.stands > first and result.plan.end > len(result.live.tokens) - window:

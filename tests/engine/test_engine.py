@@ -108,6 +108,21 @@ def test_more_completions_than_slots_are_refused() -> None:
     assert not engine.has_work
 
 
+def test_completions_have_draft_windows_though_the_first_ends_at_once() -> None:
+    engine, ids = engine_of(tiny("fast"), slots=3), random_ids(40, seed=3)
+    drawn = {"n": 2, "temperature": 1.5, "seed": 1}
+    (free,) = run(engine, [engine.output(engine.submit(ids, asked(9, **drawn)))])
+    first, second = (completion.token_ids[0] for completion in free.completions)
+    assert first != second
+    name = engine.submit(ids, asked(9, stop_ids=[first], **drawn), salt="cold")
+    output, live = engine.output(name), engine._requests[name].lives[1]
+    engine.step()
+    assert output.completions[0].finish_reason == "stop" and not live.finished
+    assert engine.cache.slots.states[engine.kv.slot(live.key)].draft.hi == 40
+    run(engine, [output])
+    assert_clean(engine)
+
+
 def test_a_fork_goes_on_as_its_parent() -> None:
     model, ids = tiny("fast"), random_ids(70, seed=2)
     wanted = all_said(engine_of(model, speculative=False), [ids], asked(20))[0]
