@@ -14,6 +14,7 @@ metrics, live    what a scraper and a page see of the engine
 errors           what went wrong as the body that a route's clients expect
 access           who may ask, how much at once, and what is read
 answering        a handler's work to its client, within a time, undone when the client leaves
+document         what the OpenAPI document says of bodies and answers
 app              the routes
 page             the files of the page at /
 serving          a socket, and an orderly end

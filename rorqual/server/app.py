@@ -6,7 +6,6 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator
 from importlib.metadata import version as installed_version
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +17,7 @@ from rorqual.server import fields, live, texts
 from rorqual.server.access import Server
 from rorqual.server.answering import Handler, answered, error_response, guarded
 from rorqual.server.completions import Completions
+from rorqual.server.document import described
 from rorqual.server.errors import HttpError, as_http
 from rorqual.server.exchange import Exchange
 from rorqual.server.page import add_page
@@ -41,15 +41,19 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
 
     app = FastAPI(title="Rorqual", version=VERSION, lifespan=lifespan)
     app.state.server = server
-    for path, api in (("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)):
-        app.add_api_route(path, conversation(server, api), methods=["POST"], name=api.name)
-    app.add_api_route("/v1/completions", completions(server), methods=["POST"], name="completions")
-    app.add_api_route("/v1/models", models(server), methods=["GET"], name="models")
-    app.add_api_route("/health", health(server), methods=["GET"], name="health")
-    app.add_api_route("/version", version, methods=["GET"], name="version")
-    for routes in (texts.routes(server), live.routes(server)):
-        for method, path, handler in routes:
-            app.add_api_route(path, handler, methods=[method], name=path.rpartition("/")[2])
+    conversations = ("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)
+    routes: texts.Routes = [
+        *(("POST", path, conversation(server, api)) for path, api in conversations),
+        ("POST", "/v1/completions", completions(server)),
+        ("GET", "/v1/models", models(server)),
+        ("GET", "/health", health(server)),
+        ("GET", "/version", version),
+        *texts.routes(server),
+        *live.routes(server),
+    ]
+    for method, path, handler in routes:
+        name = path.removeprefix("/v1").strip("/").replace("/", "_")
+        app.add_api_route(path, handler, methods=[method], name=name, openapi_extra=described(path))
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, refused)
     add_page(app)
@@ -124,5 +128,5 @@ def health(server: Server) -> Handler:
     return guarded(handle)
 
 
-async def version() -> dict[str, Any]:
-    return {"version": VERSION}
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": VERSION})
