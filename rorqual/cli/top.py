@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ def command(
     try:
         if once:
             _print(document)
-        elif sys.stdout.isatty():
+        elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             _watch(path, document, interval)
         else:
             _follow(path, document, interval)
@@ -61,7 +62,7 @@ def _watch(path: Path, document: dict[str, Any], interval: float) -> None:
 
 
 def _follow(path: Path, document: dict[str, Any], interval: float) -> None:
-    """One frame after the other, for a file or a pipe."""
+    """One frame after the other, for a file, a pipe, or a terminal that cannot put one in the place of another."""
     from rorqual.engine.published import read_document
 
     while True:

@@ -26,7 +26,14 @@ class Terminal:
     def __init__(self, arguments: list[str]) -> None:
         self.ours, theirs = pty.openpty()
         self.child = subprocess.Popen(
-            arguments, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_claim
+            arguments,
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm"},  # the gate's own may be one that cannot move its cursor
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=_claim,
         )
         os.close(theirs)
         self.seen = ""

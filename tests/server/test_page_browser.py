@@ -17,6 +17,7 @@ import pytest
 from page_scripts import CONTRASTS, FOCUS, FOLLOWED
 from page_serving import served
 from PIL import Image
+from serving import demo_model, scripted
 
 from rorqual.server.settings import ServerSettings
 
@@ -160,10 +161,12 @@ def test_a_generation_is_stopped(opened: Callable[..., Any], how: str) -> None:
     page.select_option("#thinking", "high")
     page.fill("#temperature", "1.2")
     page.click("#settings summary")
-    say(page, "Think long and hard about the sea.")
-    page.wait_for_selector(".assistant.running .thinking .words")
-    page.click("#stop") if how == "button" else page.keyboard.press("Escape")
-    page.wait_for_selector("#send:visible")
+    # What the model says ends when it likes; these words go on until they are stopped.
+    with scripted(demo_model().tokenizer.encode("The sea is deep and wide and", add_special_tokens=False).ids):
+        say(page, "Think long and hard about the sea.")
+        page.wait_for_selector(".assistant.running .thinking .words")
+        page.click("#stop") if how == "button" else page.keyboard.press("Escape")
+        page.wait_for_selector("#send:visible")
     assert "stopped" in page.text_content(".assistant .foot")
     assert page.text_content(".thinking summary") == "Thinking"
     # Its pages and its slot are free again.
