@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rorqual.engine.grammar import Grammars, Matcher
 from rorqual.engine.identity import fingerprint
@@ -12,6 +13,7 @@ from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput, read_prompt
 from rorqual.engine.request import Live, Request
 from rorqual.engine.sampler import Sampler
+from rorqual.engine.text import Detokenizer
 from rorqual.engine.tokens import Tokens
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
@@ -33,6 +35,7 @@ class Intake:
         self.fingerprint = fingerprint(model)
         self._clock = clock
         self._grammars: Grammars | None = None
+        self._alone: dict[int, str] = {}
 
     def request(
         self,
@@ -105,7 +108,7 @@ class Intake:
     def _live(self, own: Request, tokens: Tokens, matcher: Matcher | None, index: int) -> None:
         ids = own.output.prompt_token_ids
         sampler = Sampler(own.params, prompt=ids, ends=own.ends, matcher=matcher, index=index)
-        Live(own, f"{own.id}/{index}", tokens, sampler, self.model.tokenizer)
+        Live(own, f"{own.id}/{index}", tokens, sampler, partial(Detokenizer, self.model.tokenizer, self._alone))
 
     def _output(self, name: str, ids: list[int], logprobs: bool) -> RequestOutput:
         return RequestOutput(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob
@@ -45,13 +44,15 @@ class Request:
 
 
 class Live:
-    """One completion in the making; `key` is its name in scheduler and plans."""
+    """One completion in the making; `key` is its name in scheduler and plans. detokenizer: makes one, at each start."""
 
-    def __init__(self, request: Request, key: str, tokens: Tokens, sampler: Sampler, tokenizer: Tokenizer | None):
+    def __init__(
+        self, request: Request, key: str, tokens: Tokens, sampler: Sampler, detokenizer: Callable[[], Detokenizer]
+    ) -> None:
         self.request, self.key, self.tokens, self.sampler = request, key, tokens, sampler
         self.drafts = NO_DRAFTS
         self.completion = Completion(index=len(request.output.completions))
-        self._tokenizer = tokenizer
+        self._make = detokenizer
         request.output.completions.append(self.completion)
         request.lives.append(self)
         self._restart()
@@ -104,7 +105,7 @@ class Live:
         params, done = self.request.params, self.completion
         done.token_ids, done.text, done.finish_reason, done.stopped_by = [], "", None, None
         done.logprobs = None if params.logprobs is None else []
-        self._detokenizer, self._stop = Detokenizer(self._tokenizer), StopText(params.stop)
+        self._detokenizer, self._stop = self._make(), StopText(params.stop)
 
     def _text_of(self, token: int) -> str:
         done, early = self.completion, len(self.completion.token_ids) < self.request.params.min_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -105,7 +106,7 @@ class Stepper:
             # One look at all rows: greedy choices, and whether anything is NaN or Inf, which a maximum passes on.
             rows = torch.cat([_last(result) for result in reached])
             best, ids = rows.max(-1)
-            finite, choices, at = best.isfinite().tolist(), ids.tolist(), 0
+            finite, choices, at = [math.isfinite(value) for value in best.tolist()], ids.tolist(), 0
             for result in reached:
                 count = result.plan.drafts + 1
                 self._take(result, choices[at : at + count], all(finite[at : at + count]), now)
@@ -114,7 +115,8 @@ class Stepper:
             counts, own = result.live.request.counts, result.plan
             counts.computed += own.rows
             counts.layer_tokens += self.runner.layers_run(own, result.output)
-            self._prompt_logprobs(result)
+            if result.live.request.output.prompt_logprobs is not None:
+                self._prompt_logprobs(result)
         return results
 
     def _take(self, result: Result, choices: list[int], finite: bool, now: float) -> None:
@@ -192,9 +194,10 @@ class Stepper:
         if not result.deltas:
             self.scheduler.computed(own)
             return
-        children = [other for other in live.request.lives if other is not live][: len(result.deltas) - 1]
-        for child, delta in zip(children, result.deltas[1:], strict=True):
-            self._start(child, own, list(delta.token_ids))
+        if len(result.deltas) > 1:
+            children = (other for other in live.request.lives if other is not live)
+            for child, delta in zip(children, result.deltas[1:], strict=True):
+                self._start(child, own, list(delta.token_ids))
         ids = list(result.deltas[0].token_ids)
         live.drafts = result.drafts
         live.tokens.extend(ids)

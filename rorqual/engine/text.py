@@ -10,12 +10,16 @@ INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """Text deltas of a token stream; bytes of one character split over tokens are held back until it is whole."""
+    """Text deltas of a token stream; bytes of one character split over tokens are held back until it is whole.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    alone: texts of single tokens, as far as they were needed; several streams of one tokenizer may share it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, alone: dict[int, str] | None = None) -> None:
         self.tokenizer = tokenizer
         self._ids: list[int] = []
         self._shown = 0
+        self._alone: dict[int, str] = {} if alone is None else alone
 
     def add(self, token: int) -> str:
         """The text that this token completes; without a tokenizer, its id and a space."""
@@ -25,7 +29,7 @@ class Detokenizer:
         text = self._decode(self._ids)
         if text.endswith(INCOMPLETE):
             return ""
-        delta = text[len(self._decode(self._ids[: self._shown])) :]
+        delta = text[len(self._shown_text()) :]
         # What is shown is forgotten but for the tokens that came with the last delta: a decoder may treat the first
         # token of a text in another way than the others. So each delta costs the same, however long the text.
         self._ids = self._ids[self._shown :]
@@ -36,9 +40,18 @@ class Detokenizer:
         """What is left at the end, incomplete bytes included."""
         if self.tokenizer is None or len(self._ids) == self._shown:
             return ""
-        rest = self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
+        rest = self._decode(self._ids)[len(self._shown_text()) :]
         self._shown = len(self._ids)
         return rest
+
+    def _shown_text(self) -> str:
+        """Of the tokens that are still held and were shown: mostly one, whose text is looked up."""
+        if self._shown != 1:
+            return self._decode(self._ids[: self._shown])
+        token = self._ids[0]
+        if token not in self._alone:
+            self._alone[token] = self._decode([token])
+        return self._alone[token]
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self.tokenizer is not None
