@@ -49,6 +49,20 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.ours, text.encode())
 
+    def interrupt_at_prompt(self, pattern: str) -> str:
+        """Ctrl-C until what it makes a prompt print is there.
+
+        One that comes after the prompt is written and before Python waits for a key is noticed with the next key.
+        """
+        for _ in range(int(PATIENCE / 5)):
+            self.type("\x03")
+            end = time.monotonic() + 5
+            while not re.search(pattern, self.seen, re.DOTALL) and time.monotonic() < end:
+                self.seen += self._read(end)
+            if re.search(pattern, self.seen, re.DOTALL):
+                break
+        return self.wait_for(pattern)
+
     def wait_for(self, pattern: str) -> str:
         """Read until it was printed; what was printed since the last call."""
         deadline = time.monotonic() + PATIENCE

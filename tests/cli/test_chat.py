@@ -248,8 +248,7 @@ def terminal(model: Path) -> Iterator[Terminal]:
 
 def test_a_terminal_has_a_prompt_and_ctrl_c_and_ctrl_d(terminal: Terminal) -> None:
     assert "tiny, 4,096 tokens of context; /help lists the commands" in terminal.wait_for("> ")
-    terminal.type("\x03")
-    assert "(Ctrl-D or /quit ends)" in terminal.wait_for(r"ends\)\s+.*> ")
+    assert "(Ctrl-D or /quit ends)" in terminal.interrupt_at_prompt(r"ends\)\s+.*> ")
     terminal.type("Call me.\n")
     terminal.wait_for(r"Call me\.\s+\S")
     terminal.type("\x03")
