@@ -167,6 +167,7 @@ def test_kept_documents_are_whole_runs_that_name_their_command() -> None:
         "context",
         "context-prefill",
         "engine",
+        "engine-mid",
         "kernels",
         "memory",
         "model",
