@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from figures import numbers
 
 from rorqual.bench import kernels, plan
 from rorqual.bench.cases import QUICK, Case, index_cases
@@ -36,14 +36,6 @@ def kernel_run(tmp_path_factory: pytest.TempPathFactory) -> Document:
 @pytest.fixture(scope="module")
 def model_run(tmp_path_factory: pytest.TempPathFactory) -> Document:
     return run(tmp_path_factory.mktemp("bench") / "model.json", "model")
-
-
-def numbers(value: object) -> Iterator[float]:
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from numbers(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
 
 
 def check_header(document: Document, what: str, repeats: int = 1) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import numbers
 
 from rorqual.bench import engine as bench
 from rorqual.bench import engine_load, engine_trace, engine_workspace
@@ -57,14 +57,6 @@ def run(out: Path, *arguments: str) -> Document:
     assert main(["bench", "engine", *asked]) == 0
     document: Document = json.loads(out.read_text(encoding="utf-8"))
     return document
-
-
-def numbers(value: object) -> Iterator[float]:
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from numbers(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
 
 
 def test_a_quick_run_has_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

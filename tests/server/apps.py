@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from functools import cache
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from serving import demo_model
 
 from rorqual.engine.engine import Engine
-from rorqual.model.load import load
-from rorqual.model.transformer import Transformer
 from rorqual.server.access import Server
 from rorqual.server.app import create_app
 from rorqual.server.settings import ServerSettings
@@ -22,18 +20,13 @@ SECONDS = 120.0
 """Of one test's requests; far above what they take, so that a hang is a failure and not a wait."""
 
 
-@cache
-def shipped() -> Transformer:
-    return load(None, kernels="fast")
-
-
 Asking = AsyncIterator[tuple[httpx.AsyncClient, Server]]
 
 
 @contextlib.asynccontextmanager
 async def asked(engine: dict[str, Any] | None = None, **settings: Any) -> Asking:
     """A client of a fresh application, and what its routes share."""
-    app: FastAPI = create_app(Engine(shipped(), **{"slots": 4, **(engine or {})}), ServerSettings(**settings))
+    app: FastAPI = create_app(Engine(demo_model(), **{"slots": 4, **(engine or {})}), ServerSettings(**settings))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

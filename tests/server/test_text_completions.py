@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from apps import asked, assert_free, events, shipped
+from apps import asked, assert_free, events
+from serving import demo_model
 
 from rorqual import LLM, SamplingParams
 
@@ -37,7 +38,7 @@ def streamed(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_text_is_the_engines_own() -> None:
-    output = LLM(shipped(), slots=2).generate("The whale", SamplingParams(max_tokens=6))[0]
+    output = LLM(demo_model(), slots=2).generate("The whale", SamplingParams(max_tokens=6))[0]
     found = whole(WHALE)
     assert found["choices"][0]["text"] == output.text
     assert found["choices"][0]["finish_reason"] == output.finish_reason
@@ -45,7 +46,7 @@ def test_the_text_is_the_engines_own() -> None:
 
 
 def test_as_an_evaluation_asks_the_prompt_is_scored_and_nothing_is_added() -> None:
-    model, ids = shipped(), [0, 371, 280, 287, 332, 50]
+    model, ids = demo_model(), [0, 371, 280, 287, 332, 50]
     assert model.tokenizer is not None
     body = {"prompt": [ids], "temperature": 0, "seed": 1234, "logprobs": 1, "echo": True}
     full = LLM(model, slots=2).generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
@@ -100,7 +101,7 @@ def test_no_token_of_a_stop_text_is_told() -> None:
 def test_tokens_of_a_text_and_back() -> None:
     found = whole({"prompt": "A whale 🐋", "return_token_strs": True}, "/tokenize")
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["tokens"][0] == shipped().config.bos_token_id
+    assert found["tokens"][0] == demo_model().config.bos_token_id
     assert whole({"tokens": found["tokens"][1:]}, "/detokenize") == {"prompt": "A whale 🐋"}
 
 
