@@ -23,6 +23,8 @@ UNKNOWN = 9.0, 1.0
 """A step's (base, each) before they are known: a row is a tenth of a step of one."""
 PROBE = 32
 """Steps without drafts after which they are tried again."""
+FAITH = 4.0
+"""Drafts that count as having kept what was promised of them, before any was seen."""
 
 
 class StepCost:
@@ -81,6 +83,40 @@ def survivals(confidence_logits: Sequence[float]) -> list[float]:
     return found
 
 
+class Calibration:
+    """How far survivals come true: drafts accepted over drafts promised, place by place, older ones counting less.
+
+    A drafter's confidences are learned on its texts; on others it may be sure of what is never accepted.
+
+    >>> trust = Calibration()
+    >>> for _ in range(200): trust.judge([0.8, 0.2], kept=0)
+    >>> [round(value, 2) for value in trust.believed([0.8, 0.2])]
+    [0.07, 0.06]
+    """
+
+    def __init__(self) -> None:
+        self._promised: list[float] = []
+        self._kept: list[float] = []
+
+    def judge(self, survivals: Sequence[float], kept: int) -> None:
+        """survivals: of the drafts that were verified. kept: how many of them were accepted."""
+        for sums in (self._promised, self._kept):
+            sums += [0.0] * (len(survivals) - len(sums))
+        for at, survival in enumerate(survivals):
+            self._promised[at] = FORGET * self._promised[at] + survival
+            self._kept[at] = FORGET * self._kept[at] + (at < kept)
+
+    def believed(self, survivals: Sequence[float]) -> list[float]:
+        """What is to be expected of drafts of these survivals: in their order, and not rising, as they are."""
+        found, bound = [], 1.0
+        for at, survival in enumerate(survivals):
+            if at < len(self._promised):
+                survival *= (FAITH + self._kept[at]) / (FAITH + self._promised[at])
+            bound = min(bound, survival)
+            found.append(bound)
+        return found
+
+
 def draft_lengths(requests: Sequence[Sequence[float]], rows: int, line: tuple[float, float]) -> list[int]:
     """Drafts of each request to verify.
 
@@ -115,17 +151,26 @@ class Worth:
     """Whether drafting pays at all: tokens a second with drafts and without, by what was measured so far.
 
     Drafting costs time whether or not anything of it is verified; with many requests at once it may cost more than it
-    gives. What is expected of drafts is the mean of survivals seen; every `PROBE` steps without, they are tried again.
-    Only the past decides, so nothing is lost by it.
+    gives. What is expected of drafts is the mean of survivals seen, as far as they came true; every `PROBE` steps
+    without, they are tried again. Only the past decides, so nothing is lost by it.
     """
 
     def __init__(self) -> None:
         self.steps, self.drafting = StepCost(), StepCost()
+        self.trust = Calibration()
         self._seen: list[float] = []
         self._rest = 0
 
-    def saw(self, requests: Sequence[Sequence[float]]) -> None:
-        """Survivals of drafts that were made."""
+    def lengths(self, requests: Sequence[Sequence[float]], rows: int) -> list[int]:
+        """Drafts of each request to verify, of survivals that `pays` let be made. Arguments: as `draft_lengths`.
+
+        When they are tried again they are taken at their word: else nothing could come of it.
+        """
+        self._saw(requests)
+        believed = requests if self._rest else [self.trust.believed(own) for own in requests]
+        return draft_lengths(believed, rows, self.steps.line)
+
+    def _saw(self, requests: Sequence[Sequence[float]]) -> None:
         for own in requests:
             self._seen += [0.0] * (len(own) - len(self._seen)) if self._seen else list(own)
             for at, survival in enumerate(own):
@@ -136,8 +181,9 @@ class Worth:
         if not self._seen or not (self.steps.settled and self.drafting.settled):
             return True
         base, each = self.steps.line
-        lengths = draft_lengths([self._seen] * requests, rows, (base, each))
-        tokens = rows + sum(sum(self._seen[:length]) for length in lengths)
+        expected = self.trust.believed(self._seen)
+        lengths = draft_lengths([expected] * requests, rows, (base, each))
+        tokens = rows + sum(sum(expected[:length]) for length in lengths)
         drafted = base + each * (rows + sum(lengths)) + self.drafting.seconds(requests)
         if tokens * (base + each * rows) > rows * drafted:
             self._rest = 0

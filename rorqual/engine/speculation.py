@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.draft import Fed, feed, propose
-from rorqual.engine.draft_length import Worth, draft_lengths, survivals
+from rorqual.engine.draft_length import Worth, survivals
 from rorqual.engine.noise import ACCEPT, DRAFT, TOKEN
 from rorqual.engine.sampler import Sampler, probabilities
 from rorqual.errors import InputError
@@ -29,10 +29,11 @@ from rorqual.model.transformer import Transformer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
     """ids: proposals for the tokens after the newest known one. weights: what each was drawn from, fp64 [V], for the
-    standard rule; None where the backbone's own choice decides."""
+    standard rule; None where the backbone's own choice decides. survivals: what their drafter promised of each."""
 
     ids: list[int]
     weights: list[Tensor] | None = None
+    survivals: Sequence[float] = ()
 
 
 NO_DRAFTS = Drafts(ids=[])
@@ -132,11 +133,14 @@ class Speculator:
         made = propose(self._model, self._cache, [a.slot for a in asks], tokens, choose, drafts=self.width)
         ids: list[list[int]] = made.ids_Bg.tolist()
         sure = [survivals(own)[: ask.room] for ask, own in zip(asks, made.confidence_Bg.tolist(), strict=True)]
-        self.worth.saw(sure)
-        lengths = draft_lengths(sure, rows, self.worth.steps.line)
+        lengths = self.worth.lengths(sure, rows)
         return [
-            Drafts(ids=own[:length], weights=None if coupled(ask.sampler) else weights[:length])
-            for ask, own, weights, length in zip(asks, ids, found, lengths, strict=True)
+            Drafts(
+                ids=own[:length],
+                weights=None if coupled(ask.sampler) else weights[:length],
+                survivals=promised[:length],
+            )
+            for ask, own, weights, promised, length in zip(asks, ids, found, sure, lengths, strict=True)
         ]
 
     def _draw(self, ask: Ask, logits_V: Tensor, ahead: int, found: list[Tensor]) -> int:

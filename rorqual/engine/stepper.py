@@ -142,6 +142,9 @@ class Stepper:
         if own.drafts and finite:
             kept = sum(a == b for a, b in zip(drafts.ids, result.deltas[0].token_ids, strict=False))
             request.counts.verified(own.drafts, kept)
+            # At the end of a text the rest of the drafts was not looked at.
+            if self.speculator is not None and not live.finished:
+                self.speculator.worth.trust.judge(drafts.survivals[: own.drafts], kept)
         if finite:
             result.stands = len(live.tokens) + len(result.deltas[0].token_ids) - 1
             request.times.first_token = request.times.first_token or now

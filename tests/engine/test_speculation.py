@@ -11,7 +11,7 @@ from engines import all_said, asked, assert_clean, engine_of, run, said
 from models import golden, random_ids, tiny
 from torch import Tensor
 
-from rorqual.engine.draft_length import StepCost, draft_lengths, survivals
+from rorqual.engine.draft_length import FORGET, PROBE, StepCost, Worth, draft_lengths, survivals
 from rorqual.engine.engine import Engine
 from rorqual.engine.noise import DRAFT
 from rorqual.engine.params import SamplingParams
@@ -255,6 +255,47 @@ def test_step_cost_before_it_knows_anything_and_with_one_width() -> None:
     for _ in range(20):
         cost.add(4, 2.0)
     assert cost.line == (9.0, 1.0)
+
+
+def worth_of(promised: Sequence[float], kept: int) -> Worth:
+    """After many steps of one request whose drafts promised so much, of which the first `kept` were accepted."""
+    worth = Worth()
+    for at in range(400):
+        worth.steps.add(1 + at % 6, 10.0 + at % 6)
+        worth.drafting.add(1, 2.0)
+        worth.lengths([promised], rows=1)
+        worth.trust.judge(promised, kept)
+    return worth
+
+
+def test_drafts_that_promise_and_do_not_keep_are_left_out() -> None:
+    sure = [0.95, 0.9, 0.85, 0.8, 0.75]
+    assert all(worth_of(sure, 5).pays(1, 1) for _ in range(3))
+    worth = worth_of(sure, 0)
+    paid = [worth.pays(1, 1) for _ in range(3 * PROBE)]
+    assert sum(paid) == 3
+    assert paid[PROBE - 1]
+    assert worth.lengths([sure], 1) == [5]  # a trial takes them at their word
+
+
+def test_drafts_that_begin_to_keep_are_taken_up_again() -> None:
+    sure = [0.95, 0.9]
+    worth = worth_of(sure, 0)
+    trials = 0
+    while not (worth.pays(1, 1) and worth.pays(1, 1)):
+        worth.trust.judge(sure, 2)
+        trials += 1
+    assert trials < 1 / (1 - FORGET)
+
+
+def test_what_is_believed_falls_and_is_known_place_by_place() -> None:
+    trust = Worth().trust
+    assert trust.believed([0.9, 0.5]) == [0.9, 0.5]
+    for at in range(1000):
+        trust.judge([0.5, 0.4, 0.4], kept=1 if at % 2 else 3)
+    # The second place keeps more than it promises; it cannot be likelier than the first.
+    assert trust.believed([0.5, 0.4, 0.3, 0.2]) == pytest.approx([0.93, 0.48, 0.36, 0.2], abs=0.02)
+    assert trust.believed([0.1, 0.4])[1] <= 0.25
 
 
 def test_a_speculator_needs_drafts() -> None:
