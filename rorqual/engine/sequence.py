@@ -20,6 +20,7 @@ from rorqual.model.ngram import compress_ids
 from rorqual.model.step import SequenceOutput, SequenceStep
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
+from rorqual.ops.memory import HeapBound
 
 PREFILL_MODES = ("ced", "full")
 REPLAY_MODES = ("bounded", "exact")
@@ -127,7 +128,7 @@ class Sequence:
             self.decoder_floor = end - window
         elif mode == "full" and start == self.window_floor and start:
             self.decoder_floor = start
-        outputs = []
+        outputs, heap = [], HeapBound()
         for first in range(start, end, chunk or end):
             last = min(first + (chunk or end), end)
             ids, image, embeds = prompt.cut(first, last)
@@ -145,6 +146,7 @@ class Sequence:
                 logits_from=last if logits_from is None and last < end else logits_from,
             )
             (output,) = self._run(step, tap)
+            heap.check()
             passed = logits_from is None and last <= end - window
             outputs.append(replace(output, main_hidden=None) if passed else output)
         return outputs

@@ -21,6 +21,7 @@ from rorqual.engine.speculation import NO_DRAFTS, Ask, Drafts, Speculator, accep
 from rorqual.engine.stats import Log, StepRecord
 from rorqual.model.rows import SHORT_SEGMENT
 from rorqual.model.step import SequenceOutput
+from rorqual.ops.memory import HeapBound
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Stepper:
     ) -> None:
         self.scheduler, self.runner, self.speculator = scheduler, runner, speculator
         self._lives, self._log, self._clock = lives, log, clock
+        self._heap = HeapBound()
 
     def step(self) -> list[Delta]:
         """Deltas in the order of service; none when there was nothing to do, or only prefill."""
@@ -246,7 +248,9 @@ class Stepper:
 
     def _measure(self, plan: StepPlan, step_seconds: float, draft_seconds: float) -> None:
         """What steps and proposals cost, for the length of drafts. Steps with a long chunk say nothing about it."""
-        if self.speculator is not None and all(own.rows <= SHORT_SEGMENT for own in plan.sequences):
+        if any(own.rows > SHORT_SEGMENT for own in plan.sequences):
+            self._heap.check()
+        elif self.speculator is not None:
             self.speculator.worth.steps.add(plan.rows, step_seconds)
             if self.speculator.drafted:
                 self.speculator.worth.drafting.add(self.speculator.drafted, draft_seconds)

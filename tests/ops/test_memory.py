@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from rorqual.ops import memory
+from rorqual.ops.memory import HeapBound
+
 REUSE = """
 import resource, torch
 from rorqual.ops.memory import STEP_BYTES, keep_freed_memory
@@ -39,3 +42,45 @@ def test_freed_memory_is_reused() -> None:
     if _faults(keep=False) < pages // 2:
         pytest.skip("this C library hands no block of 48 MB back, or pages are not of 4 KB")
     assert _faults(keep=True) < pages // 4
+
+
+HOLE = """
+import numpy as np
+from pathlib import Path
+from rorqual.ops.memory import HeapBound, keep_freed_memory
+assert keep_freed_memory()
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+heap = HeapBound(16 << 20)
+assert not heap.check()
+block = np.full(64 << 20, 1, np.uint8)
+pin = np.full(1 << 20, 1, np.uint8)
+del block
+held = resident()
+assert heap.check()
+print(held - resident())
+assert not heap.check() and pin[0] == 1
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told")
+def test_a_hole_between_blocks_that_stay_is_handed_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 48 << 20
+
+
+def test_memory_is_handed_back_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap, sizes, trims = HeapBound(slack=10), iter([100, 90, 99, 100, 60, 69, 70, 61]), []
+    monkeypatch.setattr(memory, "_own_bytes", lambda: next(sizes))
+    monkeypatch.setattr(heap, "_trim", lambda pad: trims.append(pad) or 1)
+    # Grown from 90 to 100; after that 60 is what is left, and 70 is too much again.
+    assert [heap.check() for _ in range(8)] == [False, False, False, True, False, False, True, False]
+    assert trims == [0, 0]
+
+
+def test_without_such_a_library_nothing_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not HeapBound(slack=0).check()
