@@ -72,7 +72,7 @@ class GlobalPages:
     def page(self, page: int) -> memoryview:
         """The bytes of a page: on the CPU the page itself, so to be copied before it is written again."""
         row: Tensor = self.pool[page].cpu()
-        return memoryview(row.numpy())
+        return row.numpy().data
 
     def load(self, page: int, data: bytes) -> None:
         """Let a page hold `page_bytes` bytes that `page` once gave."""

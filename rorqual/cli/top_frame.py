@@ -77,6 +77,7 @@ def _facts(document: Document, stats: Document, bar: int) -> Table:
             "rows",
             f"{counts['computed']:,} computed, {counts['hit']:,} hit, {counts['replayed']:,} of these replayed",
         ),
+        ("store", store_text(stats.get("store"), counts.get("restored", 0))),
         ("layer-tokens", layers_text(counts, document["model"]["layers"])),
         ("drafts", acceptance_text(counts)),
         ("lost", f"{stats['preemptions']:,} preemptions, {stats['evictions']:,} evictions"),
@@ -123,6 +124,14 @@ def step_text(recent: Sequence[Document]) -> str:
     parts = (("model", "model"), ("drafts", "draft"), ("plan", "plan"), ("rest", "other"))
     shares = (f"{name} {sum(step[f'{key}_seconds'] for step in recent) / seconds:.0%}" for name, key in parts)
     return f"{seconds / len(recent) * 1e3:,.1f} ms: {', '.join(shares)}"
+
+
+def store_text(store: Document | None, restored: int) -> str:
+    """Pages that are kept beyond the cache, and what they have saved."""
+    if store is None:
+        return "-"
+    kept = f"{store['pages']:,} pages, {bytes_text(store['bytes'])}"
+    return f"{kept}; {restored:,} tokens restored, {store['dropped']:,} pages dropped, {store['damaged']:,} damaged"
 
 
 def layers_text(counts: Document, layers: int) -> str:

@@ -267,7 +267,7 @@ class Engine:
 
         Where all that could be done waits for pages of a store, it waits with them for a moment.
         """
-        if self.restorer is not None and self.scheduler.waiting:
+        if self.restorer is not None:
             self.restorer.look(self.scheduler.ahead(AHEAD))
             if not self.scheduler.running:
                 self.restorer.wait()

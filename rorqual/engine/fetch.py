@@ -3,6 +3,8 @@
     engine's thread                         fetcher's thread
     add, order, drop             ------->   match, then get page by page, the first request in the queue first
     blobs of a fetch             <-------   as far as the bytes that may be held at once go
+    notice                       ------->   match, when there is nothing else: a use, as far as the store counts uses
+    lacking                      <-------   what it does not have
 
 The thread is there while there is something to fetch: nobody has to end it.
 """
@@ -10,6 +12,7 @@ The thread is there while there is something to fetch: nobody has to end it.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +21,8 @@ from rorqual.store.interface import PageStore
 
 HELD_BYTES = 256 << 20
 """Of all fetched pages that wait for their request's admission: 2,356 of the release's, 301,568 tokens."""
+NOTICED, LACKING = 64, 4096
+"""Prefixes and pages that are remembered until there is time for them; the oldest go."""
 IDLE_SECONDS = 1.0
 """How long the thread waits for more before it ends."""
 
@@ -75,6 +80,8 @@ class Fetcher:
         self.turns = 0
         """Answers of the store so far: while a call hangs, this stands still."""
         self._queue: list[Fetch] = []
+        self._noticed: deque[Sequence[bytes]] = deque(maxlen=NOTICED)
+        self._lacking: deque[bytes] = deque(maxlen=LACKING)
         self._changed = threading.Condition()
         self._signals = 0
         self._thread: threading.Thread | None = None
@@ -120,41 +127,61 @@ class Fetcher:
         with self._changed:
             self._changed.wait_for(lambda: any(fetch.done for fetch in fetches), seconds)
 
+    def notice(self, keys: Sequence[bytes]) -> None:
+        """Somebody uses these pages without asking for them. The store is told, when there is nothing else to do."""
+        with self._changed:
+            self._noticed.append(keys)
+            self._wake()
+
+    def lacking(self, most: int) -> list[bytes]:
+        """Keys that were noticed and that the store does not have, so many at most; each is told once."""
+        if not self._lacking:
+            return []
+        with self._changed:
+            return [self._lacking.popleft() for _ in range(min(most, len(self._lacking)))]
+
     def turn(self) -> bool:
         """Ask the store one thing; False where there is nothing to ask, or no room for the answer."""
         with self._changed:
-            left = [fetch for fetch in self._queue if not fetch.done]
-            if not left:
-                return False
-            # Look-ups first: for most requests that is all, and no reason to wait for another's pages.
-            fetch = next((fetch for fetch in left if fetch.wanted is None), left[0])
-            if fetch.wanted is not None and not self._room(fetch):
-                return False
-            key = fetch.next
-        assert key is not None
-        count = blob = None
-        # Whatever a store does, a request must not wait for it in vain.
-        try:
-            if fetch.wanted is None:
-                count = self.store.match(fetch.keys)
-            else:
-                blob = self.store.get(key)
-        except Exception:
-            logger.exception("store: a call failed; going on without these pages")
+            fetch = self._next()
+            keys = fetch.keys if fetch is not None else self._noticed.popleft() if self._noticed else None
+            wanted = None if fetch is None else fetch.next if fetch.wanted is not None else None
+        if keys is None:
+            return False
+        count, blob = self._ask(keys, wanted)
         with self._changed:
             self.turns += 1
-            if not fetch.done:
-                self._answer(fetch, key, count, blob)
+            if fetch is None:
+                self._lacking.extend(keys[count:])
+            elif not fetch.done:
+                self._answer(fetch, count, wanted, blob)
             self._changed.notify_all()
         return True
 
-    def _answer(self, fetch: Fetch, key: bytes, count: int | None, blob: bytes | None) -> None:
-        if fetch.wanted is None:
-            fetch.known(count or 0)
+    def _next(self) -> Fetch | None:
+        """Look-ups first: for most requests that is all, and no reason to wait for another's pages."""
+        left = [fetch for fetch in self._queue if not fetch.done]
+        if not left:
+            return None
+        fetch = next((fetch for fetch in left if fetch.wanted is None), left[0])
+        return fetch if fetch.wanted is None or self._room(fetch) else None
+
+    def _ask(self, keys: Sequence[bytes], wanted: bytes | None) -> tuple[int, bytes | None]:
+        """(leading keys that it knows, None) without a wanted page, else (0, that page)."""
+        try:
+            return (self.store.match(keys), None) if wanted is None else (0, self.store.get(wanted))
+        except Exception:
+            # Whatever a store does, a request must not wait for it in vain.
+            logger.exception("store: a call failed; going on without these pages")
+            return 0, None
+
+    def _answer(self, fetch: Fetch, count: int, wanted: bytes | None, blob: bytes | None) -> None:
+        if wanted is None:
+            fetch.known(count)
         elif blob is None or len(blob) != self.page_bytes:
             fetch.done = True  # lost between look-up and load: the hit ends here
         else:
-            fetch.blobs[key] = blob
+            fetch.blobs[wanted] = blob
             fetch.done = len(fetch.blobs) == fetch.wanted
 
     def _room(self, fetch: Fetch) -> bool:
@@ -173,7 +200,7 @@ class Fetcher:
     def _wake(self) -> None:
         self._signals += 1
         self._changed.notify_all()
-        if self._thread is None and not all(fetch.done for fetch in self._queue):
+        if self._thread is None and (self._noticed or not all(fetch.done for fetch in self._queue)):
             self._thread = threading.Thread(target=self._run, name="rorqual-fetch", daemon=True)
             self._thread.start()
 

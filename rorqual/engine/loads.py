@@ -14,8 +14,8 @@ class Loads(Protocol):
     def loaded(self, track: Track) -> Collection[bytes] | None:
         """Keys of a waiting request whose bytes are at hand; None while it had better wait for more."""
 
-    def admitted(self, request: str, restored: Sequence[tuple[int, bytes]]) -> None:
-        """It waits no more; these pages now have these keys, and get their bytes before this returns."""
+    def admitted(self, request: str, keys: Sequence[bytes], restored: Sequence[tuple[int, bytes]]) -> None:
+        """It waits no more, and has pages of these keys; those `restored` get their bytes before this returns."""
 
     def dropped(self, request: str) -> None:
         """It waits no more, and needs nothing."""
@@ -27,7 +27,7 @@ class NoStore:
     def loaded(self, track: Track) -> Collection[bytes]:
         return ()
 
-    def admitted(self, request: str, restored: Sequence[tuple[int, bytes]]) -> None:
+    def admitted(self, request: str, keys: Sequence[bytes], restored: Sequence[tuple[int, bytes]]) -> None:
         assert not restored
 
     def dropped(self, request: str) -> None:

@@ -19,6 +19,8 @@ PATIENCE = 5.0
 """Seconds that a request which could be admitted waits for its pages at most."""
 AHEAD = 16
 """Requests of the queue for which pages are fetched before it is their turn."""
+OFFERED = 8
+"""Pages that are offered again in one step: some 1 MB to copy."""
 WAIT = 0.01
 """Seconds that an engine without anything to compute waits for a page; its commands wait as long."""
 
@@ -48,9 +50,14 @@ class Restorer:
         self.store.put(key, self._pages.page(page))
 
     def look(self, waiting: Sequence[Track]) -> None:
-        """Fetch for these; the first is admitted next."""
+        """Fetch for these; the first is admitted next. And offer again some of what the store is found to lack."""
+        for key in self.fetcher.lacking(OFFERED):
+            page = self._kv.pages.find(key)
+            if page is not None:
+                self.offer(page, key)
         self._ahead = [self._fetch(track) for track in waiting]
-        self.fetcher.order([fetch for fetch in self._ahead if fetch.keys])
+        if self._ahead:
+            self.fetcher.order([fetch for fetch in self._ahead if fetch.keys])
 
     def wait(self) -> None:
         """Where nothing runs: until one of the requests that were looked at is ready, or a moment."""
@@ -71,10 +78,13 @@ class Restorer:
             self._stalled_at = self.fetcher.turns
         return fetch.blobs
 
-    def admitted(self, request: str, restored: Sequence[tuple[int, bytes]]) -> None:
+    def admitted(self, request: str, keys: Sequence[bytes], restored: Sequence[tuple[int, bytes]]) -> None:
         for page, key in restored:
             self._pages.load(page, self._fetches[request].blobs[key])
         self.dropped(request)
+        if len(restored) < len(keys):
+            # What is always found here would be the first to go there, and all that goes on from it would be lost.
+            self.fetcher.notice(keys)
 
     def dropped(self, request: str) -> None:
         self._since.pop(request, None)

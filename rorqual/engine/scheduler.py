@@ -287,7 +287,7 @@ class Scheduler:
                 return None
             found = self.kv.admit(track.id, keys, track.tokens, track.tokens, loaded)
             self._waiting.remove(track)
-            self._loads.admitted(track.id, found.restored)
+            self._loads.admitted(track.id, keys[: found.hit // self.kv.page_tokens], found.restored)
             track.restored = len(found.restored) * self.kv.page_tokens
             start = found.hit - (self._replay(found.hit, track.tokens, track.prefill) if found.hit else 0)
             track.slot, track.told, track.begun, track.target = found.slot, 0, False, track.tokens

@@ -156,6 +156,17 @@ def test_a_prefix_that_is_longer_than_all_room_is_cut() -> None:
     assert arrived(fetch) == "ab" and fetch.done and fetch.reach == 2
 
 
+def test_what_is_noticed_comes_last_and_what_is_lacking_is_told_once() -> None:
+    store = Told(b"abcd")
+    fetcher, fetch = Still(store, SIZE), of("cd")
+    for keys in ("abzy", "ab"):
+        fetcher.notice([bytes([ord(key)]) for key in keys])
+    fetcher.add(fetch)
+    finish(fetcher)
+    assert store.asked == ["?cd", "c", "d", "?abzy", "?ab"]
+    assert fetcher.lacking(1) == [b"z"] and fetcher.lacking(9) == [b"y"] and fetcher.lacking(9) == []
+
+
 def test_stopped_and_dropped_fetches_get_no_more() -> None:
     fetcher, (one, two) = Still(Told(b"abcd"), SIZE), (of("ab"), of("cd"))
     for fetch in (one, two):

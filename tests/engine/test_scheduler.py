@@ -233,7 +233,8 @@ class Loading:
     def loaded(self, track: Track) -> Collection[bytes] | None:
         return self.ready.get(track.id, ())
 
-    def admitted(self, request: str, restored: Sequence[tuple[int, bytes]]) -> None:
+    def admitted(self, request: str, keys: Sequence[bytes], restored: Sequence[tuple[int, bytes]]) -> None:
+        assert len(restored) <= len(keys)
         self.told.append((request, len(restored)))
 
     def dropped(self, request: str) -> None:
