@@ -196,7 +196,7 @@ class Engine:
             prefill=check_choice("prefill", prefill or self.prefill, PREFILL_MODES),
             priority=priority,
         )
-        self.scheduler.submit(
+        track = self.scheduler.submit(
             own.lives[0].key,
             own.chain,
             own.budget,
@@ -206,6 +206,8 @@ class Engine:
             speculative=speculative,
             copies=params.n - 1,
         )
+        if self.restorer is not None:
+            self.restorer.begin(track)
         return self._enter(own)
 
     def abort(self, request: str) -> RequestOutput:

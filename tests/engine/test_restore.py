@@ -336,15 +336,20 @@ def test_a_cache_without_a_page_to_spare() -> None:
     assert_clean(engine)
 
 
-def test_what_does_not_fit_in_host_memory_is_computed() -> None:
+def test_one_after_the_other_where_host_memory_is_short() -> None:
+    """Each prefix is more than may be held at once; each is restored, whole."""
     model = tiny("fast")
-    store, ids = DictStore(model), random_ids(90, seed=6)
-    ask(over(store, model, speculative=False), ids)
+    store, prompts = DictStore(model), [random_ids(90, seed=seed) for seed in (6, 7, 8)]
+    one = over(store, model, speculative=False)
+    for ids in prompts:
+        ask(one, ids)
     engine = over(store, model, speculative=False)
     assert engine.restorer is not None
     engine.restorer.fetcher.most = 3
-    output = ask(engine, ids)
-    assert (output.counts.hit, output.counts.restored, len(store.asked)) == (48, 48, 3)
+    outputs = run(engine, [engine.output(engine.submit(ids, asked(2))) for ids in prompts])
+    assert [output.counts.restored for output in outputs] == [80] * 3
+    assert [said(output) for output in outputs] == [said(ask(one, ids)) for ids in prompts]
+    assert not engine.restorer.fetcher.held
 
 
 def test_a_store_of_another_model_is_told_of_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
