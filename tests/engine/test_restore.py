@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Forced, all_said, asked, assert_clean, run, said
+from engines import Forced, all_said, asked, assert_clean, engine_of, run, said
 from models import PAGE, golden, random_ids, tiny
 from PIL import Image
 from stores import DictStore, Gate, over
@@ -29,6 +30,8 @@ from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
 from rorqual.model.vision.image import image_token_ids
 from rorqual.pool.prefix import PrefixChain, root_key
+from rorqual.store.interface import PageBytes
+from rorqual.store.writer import WriteBehind
 
 
 @cache
@@ -60,6 +63,17 @@ def keys_of(engine: Engine, output: RequestOutput, salt: str = "") -> list[bytes
     chain = PrefixChain(root_key(engine._intake.fingerprint, page, salt), page)
     chain.extend([*output.prompt_token_ids, *output.token_ids][:-1])
     return chain.keys
+
+
+def told(engine: Engine, ids: Tensor) -> None:
+    """A request that the device serves; then a step after the store was told of it."""
+    assert engine.restorer is not None
+    fetcher = engine.restorer.fetcher
+    before = fetcher.turns
+    assert ask(engine, ids).counts.restored == 0
+    with fetcher._changed:
+        assert fetcher._changed.wait_for(lambda: fetcher.turns > before, 60)
+    ask(engine, random_ids(5))
 
 
 @pytest.mark.parametrize("replay", ["bounded", "exact"])
@@ -179,6 +193,33 @@ def test_a_store_that_does_not_answer_is_waited_for_once() -> None:
     assert ask(engine, ids, 9).counts.restored == 80
     assert said(first) == said(second)
     assert_clean(engine)
+
+
+def test_a_medium_that_stands_still_delays_nobody() -> None:
+    """Pages wait for it in a queue; what the queue has no room for is dropped, and every token comes."""
+    model = tiny("fast")
+    behind, opened = DictStore(model), threading.Event()
+    inner, kept = behind.put, []
+
+    def put(key: bytes, page: PageBytes) -> bool:
+        assert opened.wait(60)
+        kept.append(key)
+        return inner(key, page)
+
+    behind.put = put  # type: ignore[method-assign]
+    store = WriteBehind(behind, queue_bytes=3 * behind.identity.page_bytes)
+    engine, ids = engine_of(model, store=store, speculative=False), random_ids(90, seed=6)
+    output = ask(engine, ids, 30)
+    assert len(output.token_ids) == 30 and not behind.pages
+    assert (store.stat().pages, store.stat().dropped) == (3, 4)
+    opened.set()
+    store.flush()
+    assert kept == keys_of(engine, output)[:3] == list(behind.pages)
+    # The next request with this prefix is told to the store, which is offered then what it lacks.
+    told(engine, ids)
+    store.flush()
+    assert set(behind.pages) == set(keys_of(engine, output)[:5])
+    store.close()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -313,12 +354,7 @@ def test_what_the_store_lost_is_offered_again_when_it_is_hit() -> None:
     ask(engine, ids)
     kept = dict(store.pages)
     assert len(kept) == 5 and store.delete(next(iter(kept)))
-    fetcher = engine.restorer.fetcher
-    before = fetcher.turns
-    assert ask(engine, ids).counts.restored == 0
-    with fetcher._changed:
-        assert fetcher._changed.wait_for(lambda: fetcher.turns > before, 60)
-    ask(engine, ids)
+    told(engine, ids)
     assert store.pages == kept
 
 
