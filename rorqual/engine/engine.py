@@ -331,6 +331,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Of pools and scheduler; and every completion that has not ended is in the scheduler, and no other."""
         self.scheduler.check_integrity()
+        if self.restorer is not None:
+            self.restorer.check_integrity(self.scheduler.ahead(self.scheduler.waiting))
         waiting = {live.key for live in self._lives.values() if live.key in self.scheduler}
         assert len(waiting) == self.scheduler.running + self.scheduler.waiting
         for own in self._requests.values():

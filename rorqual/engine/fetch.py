@@ -87,6 +87,10 @@ class Fetcher:
         self._signals = 0
         self._thread: threading.Thread | None = None
 
+    def __len__(self) -> int:
+        """Fetches that were added and not dropped yet."""
+        return len(self._queue)
+
     @property
     def held(self) -> int:
         """Pages in host memory."""

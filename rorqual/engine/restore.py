@@ -94,6 +94,12 @@ class Restorer:
         self._since.pop(request, None)
         self._drop(self._fetches.pop(request, None))
 
+    def check_integrity(self, waiting: Sequence[Track]) -> None:
+        """Nothing is held but for requests that wait."""
+        kept = {track.id for track in waiting}
+        assert self._fetches.keys() <= kept and self._since.keys() <= kept
+        assert len(self.fetcher) == sum(bool(fetch.keys) for fetch in self._fetches.values())
+
     def _fetch(self, track: Track) -> Fetch:
         if track.id not in self._fetches:
             self._fetches[track.id] = self._made(track)
