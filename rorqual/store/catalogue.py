@@ -127,17 +127,16 @@ class Catalogue:
         Uses in the future were written while the wall clock was ahead; they count as now, and are told so. Of uses at
         one time, as those of a chain are, the page that was written last is taken for the deepest, and goes first.
         """
-        latest = int(now * MICRO)
-        expired = 0
         by_place = sorted(rows, key=lambda row: row.place, reverse=True)
-        for row in sorted(by_place, key=lambda row: min(row.used, latest)):
+        expired = 0
+        for row in sorted(by_place, key=lambda row: min(row.used / MICRO, now)):
             if row.key in self._entries:  # the index is damaged; one of the two is enough
                 self._changed[row.place] = None
                 continue
-            expired += len(self.expire(max(0, min(row.used, latest)) / MICRO))
+            expired += len(self.expire(max(0.0, min(row.used / MICRO, now))))
             self._place(row.key, Entry(row.place, row.digest))
             self._order.insert(row.key)
-            if row.used > latest:
+            if row.used / MICRO > now:
                 self._used.add(row.key)
         return expired + len(self.expire(now))
 
