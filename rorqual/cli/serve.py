@@ -30,6 +30,11 @@ def command(
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt and new ones.")] = None,
     memory: Annotated[str | None, typer.Option(help="Bytes in all (2GiB) or a share of what is free (50%).")] = None,
     slots: Annotated[int, typer.Option(help="Sequences that run at once.")] = 16,
+    store: Annotated[Path | None, typer.Option(help="Folder that keeps pages of the cache for later runs.")] = None,
+    store_memory: Annotated[str | None, typer.Option(help="Bytes of them in memory (2GiB).")] = None,
+    store_disk: Annotated[str | None, typer.Option(help="Bytes of them on disk at most.")] = None,
+    store_ttl: Annotated[float | None, typer.Option(help="Seconds unused after which a page goes.")] = None,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Stored pages outlast a power failure too.")] = False,
     numerics: Annotated[str, typer.Option(help="fp32 or native.")] = "fp32",
     kernels: Annotated[str, typer.Option(help="auto, fast or plain.")] = "auto",
     waiting: Annotated[int, typer.Option(help="Requests in the queue at most.")] = 256,
@@ -50,6 +55,7 @@ def command(
     """Serve a model over HTTP: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages."""
     _check_installed()
     from rorqual.engine.engine import Engine
+    from rorqual.engine.storing import StoreOptions
     from rorqual.model.load import load
     from rorqual.server.app import create_app
     from rorqual.server.serving import address, listen, serve
@@ -74,11 +80,15 @@ def command(
         image_hosts=tuple(image_host or ()),
         thinking=thinking,
     )
+    kept = StoreOptions(folder=store, memory=store_memory, disk=store_disk, ttl=store_ttl, fsync=fsync)
     with listen(host, port) as listener:
         loaded = load(model, numerics=numerics, kernels=kernels)
-        engine = Engine(loaded, memory=memory, slots=slots, max_model_len=max_model_len, max_waiting=waiting)
-        app, where = create_app(engine, settings), address(listener)
-        serve(app, listener, drain, lambda: print(f"rorqual serves {model_name} at {where}", flush=True))
+        with kept.opened(loaded) as pages:
+            engine = Engine(
+                loaded, memory=memory, slots=slots, max_model_len=max_model_len, max_waiting=waiting, store=pages
+            )
+            app, where = create_app(engine, settings), address(listener)
+            serve(app, listener, drain, lambda: print(f"rorqual serves {model_name} at {where}", flush=True))
 
 
 def read_keys(given: Iterable[str]) -> dict[str, str]:

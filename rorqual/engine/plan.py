@@ -12,6 +12,7 @@ class SequencePlan:
     reset: the slot is somebody else's yet: it is to stand at `start`, with nothing below, before the step.
     drafts: the last so many rows are proposals to verify.
     new_pages: what its block table grows by in this step; all of it with `reset`.
+    restored: tokens below `write_floor` whose pages a store has given for this slot's sequence.
     logits_from: first row whose logits are wanted; `end` where none are.
     write_floor, window_floor, decoder_floor, run_decoder: see `SequenceStep`.
     """
@@ -22,6 +23,7 @@ class SequencePlan:
     slot: int
     new_pages: tuple[int, ...] = ()
     reset: bool = False
+    restored: int = 0
     drafts: int = 0
     write_floor: int = 0
     window_floor: int = 0

@@ -46,6 +46,8 @@ class Track:
     """A step has reset its slot."""
     copies: int = 0
     """Forks to come at the end of its prefill."""
+    restored: int = 0
+    """Tokens below `write_floor` whose pages came from a store."""
 
     @property
     def tokens(self) -> int:
@@ -77,6 +79,7 @@ class Track:
             told=0,
             begun=False,
             copies=0,
+            restored=0,
         )
 
 

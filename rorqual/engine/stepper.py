@@ -96,6 +96,7 @@ class Stepper:
             if own.reset:
                 if request.times.admitted is None:
                     request.times.admitted, request.counts.hit = now, own.write_floor
+                    request.counts.restored = own.restored
                 request.counts.replayed += max(0, own.write_floor - own.start)
 
     def _choose(self, plan: StepPlan, outputs: list[SequenceOutput], now: float) -> list[Result]:
