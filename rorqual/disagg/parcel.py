@@ -68,10 +68,24 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """A header and its parts. A part is a run of buffers: on the sender's side pages where they stand in the cache."""
+    """A header and its parts. A part is a run of buffers: on the sender's side pages where they stand in the cache.
+
+    head: the header as it goes over the wire, made once, of the parts as they were then.
+    """
 
     header: Header
     parts: Mapping[str, Sequence[memoryview]]
+    head: bytes
+
+    @classmethod
+    def of(cls, header: Header, parts: Mapping[str, Sequence[memoryview]]) -> Parcel:
+        """A parcel to be sent. It takes one look at every byte."""
+        return cls(header=header, parts=parts, head=_encoded(header, parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole message."""
+        return len(self.head) + self.sizes().total
 
     def sizes(self) -> Handover:
         """Bytes of every part, to be compared with the planner's."""
@@ -79,14 +93,14 @@ class Parcel:
 
     def buffers(self) -> list[memoryview]:
         """Everything that goes over the wire, in order: the header, then every part."""
-        found = [memoryview(self._encoded())]
+        found = [memoryview(self.head)]
         for name in PARTS:
             found += self.parts.get(name, ())
         return found
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self) -> bytearray:
         """The buffers as one message."""
-        return b"".join(self.buffers())
+        return bytearray().join(self.buffers())
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Parcel:
@@ -97,7 +111,7 @@ class Parcel:
         """
         view = memoryview(data).cast("B")
         meta, ids, at = _read_header(view)
-        header = _header(meta, ids)
+        header, head = _header(meta, ids), bytes(view[:at])
         parts: dict[str, Sequence[memoryview]] = {}
         for name, size, digest in meta["parts"]:
             own = view[at : at + size]
@@ -107,30 +121,31 @@ class Parcel:
             at += size
         if at != len(view):
             raise HandoverError(f"hand-over of {header.request!r}: {len(view) - at} bytes follow its last part")
-        return cls(header=header, parts=parts)
+        return cls(header=header, parts=parts, head=head)
 
-    def _encoded(self) -> bytes:
-        header, parts = self.header, []
-        for name in PARTS:
-            buffers, total = self.parts.get(name, ()), hashlib.sha256()
-            for own in buffers:
-                total.update(own)
-            parts.append([name, _size(buffers), total.hexdigest()])
-        meta = {
-            "request": header.request,
-            "mode": header.mode,
-            "images": [[image.start, image.end, image.digest.hex()] for image in header.images],
-            "fingerprint": header.fingerprint,
-            "page_tokens": header.page_tokens,
-            "first": header.first,
-            "write_floor": header.write_floor,
-            "decoder_floor": header.decoder_floor,
-            "parts": parts,
-        }
-        text = json.dumps(meta, separators=(",", ":")).encode()
-        start = _START.pack(MAGIC, VERSION, len(text), header.tokens)
-        body = start + text + _little_endian(array("i", header.ids)).tobytes()
-        return body + hashlib.sha256(body).digest()
+
+def _encoded(header: Header, parts: Mapping[str, Sequence[memoryview]]) -> bytes:
+    told = []
+    for name in PARTS:
+        buffers, total = parts.get(name, ()), hashlib.sha256()
+        for own in buffers:
+            total.update(own)
+        told.append([name, _size(buffers), total.hexdigest()])
+    meta = {
+        "request": header.request,
+        "mode": header.mode,
+        "images": [[image.start, image.end, image.digest.hex()] for image in header.images],
+        "fingerprint": header.fingerprint,
+        "page_tokens": header.page_tokens,
+        "first": header.first,
+        "write_floor": header.write_floor,
+        "decoder_floor": header.decoder_floor,
+        "parts": told,
+    }
+    text = json.dumps(meta, separators=(",", ":")).encode()
+    start = _START.pack(MAGIC, VERSION, len(text), header.tokens)
+    body = start + text + _little_endian(array("i", header.ids)).tobytes()
+    return body + hashlib.sha256(body).digest()
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, Any], tuple[int, ...], int]:

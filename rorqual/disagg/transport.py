@@ -49,7 +49,7 @@ class Settled:
 
 
 class Transport(Protocol):
-    """One side's end. Within a process both sides share one. Calls may come from any thread."""
+    """One side's end, of one sender; within a process its receivers share it. Calls may come from any thread."""
 
     def offer(self, parcel: Parcel, hold_s: float) -> Ticket | None:
         """Let a receiver have the parcel for `hold_s` seconds; None where there is no credit for it now.
@@ -122,7 +122,7 @@ class InProcess:
             return sum(offer.ticket.nbytes for offer in self._offers.values())
 
     def offer(self, parcel: Parcel, hold_s: float) -> Ticket | None:
-        size = sum(own.nbytes for own in parcel.buffers())
+        size = parcel.nbytes
         if size > self.credit_bytes:
             raise HandoverError(
                 f"hand-over of {parcel.header.request!r}: {size} bytes; the transport takes {self.credit_bytes} at most"
@@ -142,7 +142,7 @@ class InProcess:
             found, self._over = self._over, []
             return found
 
-    def pull(self, ticket: Ticket, timeout_s: float) -> bytes:
+    def pull(self, ticket: Ticket, timeout_s: float) -> bytearray:
         with self._lock:
             self._expire()
             offer = self._offers.get(ticket.place)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rorqual.cache.kv_cache import KVCache
+from rorqual.engine.handed import Handed, standing
 from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import Intake
 from rorqual.engine.memory import plan_engine, spelled
@@ -127,6 +128,11 @@ class Engine:
         self._stepper = Stepper(self.scheduler, self.runner, self.speculator, self._lives, self._log, clock)
 
     @property
+    def fingerprint(self) -> str:
+        """Of the model, as page keys carry it."""
+        return self._intake.fingerprint
+
+    @property
     def has_work(self) -> bool:
         """A step would do something."""
         return bool(self._lives)
@@ -158,6 +164,7 @@ class Engine:
         images: Sequence[ImageSource] = (),
         speculative: bool | None = None,
         prefill: str | None = None,
+        handed: Handed | None = None,
     ) -> str:
         """Let a request wait; its id.
 
@@ -169,6 +176,7 @@ class Engine:
             salt: of a tenant: two salts never share a page.
             images: one a span of image tokens, in order; of a text prompt they come before the text.
             speculative, prefill: the engine's unless given.
+            handed: what was computed of the prompt elsewhere; the request begins with it.
 
         Raises:
             InputError: what could never run, or is not legal, by name; nothing is queued.
@@ -187,6 +195,7 @@ class Engine:
             speculative=speculative,
             prefill=check_choice("prefill", prefill or self.prefill, PREFILL_MODES),
             priority=priority,
+            handed=handed,
         )
         self.scheduler.submit(
             own.lives[0].key,
@@ -197,6 +206,7 @@ class Engine:
             logits_from=None if params.prompt_logprobs is None else 0,
             speculative=speculative,
             copies=params.n - 1,
+            standing=None if handed is None else standing(handed, self.model.config.sliding_window),
         )
         return self._enter(own)
 
