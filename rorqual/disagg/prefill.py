@@ -202,7 +202,7 @@ class PrefillWorker:
 
     def step(self) -> list[Offer]:
         """Let go of what is over, run one step, offer what is ready: requests that came to an offer, or to none."""
-        self._settle()
+        self.settle()
         plan = self.scheduler.step()
         if plan:
             outputs = self.runner.run(plan, {own.request: self._jobs[own.request].tokens for own in plan.sequences})
@@ -298,8 +298,8 @@ class PrefillWorker:
         )
         return pack(header, handed)
 
-    def _settle(self) -> None:
-        """Let go of what its receiver has, what was taken back, and what nobody came for."""
+    def settle(self) -> None:
+        """Let go of what its receiver has, what was taken back, and what nobody came for; `step` begins with it."""
         for over in self.transport.settled():
             job = self._jobs.get(over.ticket.request)
             if job is not None and job.ticket == over.ticket:
