@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,7 +37,20 @@ def read_images(model: Transformer, images: Sequence[ImageSource]) -> list[Image
 
 
 def image_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput], tap: Tap | None = None) -> Prompt:
-    """Pair a prompt's image positions with images, in order, and encode them.
+    """Pair a prompt's image positions with images, in order, and encode them. Raises InputError as `spans_prompt`."""
+    made = spans_prompt(model, ids, images)
+    return replace(made, embeds=image_features(model, images, tap)) if images else made
+
+
+def image_features(model: Transformer, images: Sequence[ImageInput], tap: Tap | None = None) -> Tensor:
+    """Features [image positions, D] of at least one image."""
+    assert model.vision is not None
+    with torch.inference_mode():
+        return torch.cat([model.vision(image, _named(tap, n)) for n, image in enumerate(images)])
+
+
+def spans_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput]) -> Prompt:
+    """Pair a prompt's image positions with images, in order; nothing is encoded.
 
     Raises:
         InputError: image tokens without an image, or a count that is not the images' own.
@@ -58,9 +72,7 @@ def image_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput], 
                 f"image: the span at position {start} is not the {image.grid.tokens} positions of its image; "
                 "images go in the order of their spans"
             )
-    with torch.inference_mode():
-        parts = [model.vision(image, _named(tap, n)) for n, image in enumerate(images)]
-    return Prompt(ids=ids, image=mask, embeds=torch.cat(parts))
+    return Prompt(ids=ids, image=mask)
 
 
 def span_starts(ids: Tensor, image_token_id: int, images: Sequence[ImageInput]) -> list[int]:

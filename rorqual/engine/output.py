@@ -53,6 +53,7 @@ SUMMED = (
     "new",
     "hit",
     "restored",
+    "handed",
     "replayed",
     "computed",
     "layer_tokens",
@@ -68,15 +69,17 @@ class Counts:
     """What a request cost, all of its completions together.
 
     prompt, new: tokens. hit: prompt tokens found in the prefix index or in a store. restored: of these, those of pages
-    that came from the store. replayed: of the hit, computed again for their windows. computed: rows run, replayed and
-    rejected ones included. layer_tokens: rows x layers. proposed: drafts verified. accepted: by position, how often
-    draft i stood. verifications: steps with drafts. preempted: times that it lost its pages.
+    that came from the store. handed: prompt tokens that were computed elsewhere. replayed: of hit or handed, computed
+    again for their windows. computed: rows run, replayed and rejected ones included. layer_tokens: rows x layers.
+    proposed: drafts verified. accepted: by position, how often draft i stood. verifications: steps with drafts.
+    preempted: times that it lost its pages.
     """
 
     prompt: int = 0
     new: int = 0
     hit: int = 0
     restored: int = 0
+    handed: int = 0
     replayed: int = 0
     computed: int = 0
     layer_tokens: int = 0

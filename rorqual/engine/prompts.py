@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from rorqual.engine.ids import as_ids
-from rorqual.engine.images import ImageSource, image_prompt, read_images, span_starts
+from rorqual.engine.images import ImageSource, image_features, read_images, span_starts, spans_prompt
 from rorqual.engine.sequence import Prompt
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
@@ -47,9 +49,11 @@ def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -
 
 
 def read_prompt(
-    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = ()
-) -> tuple[Prompt, list[ImageSpan]]:
-    """A prompt with its images encoded, and where they stand in it.
+    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = (), lazy: bool = False
+) -> tuple[Prompt, list[ImageSpan], Callable[[], Tensor] | None]:
+    """A prompt with its images encoded, where they stand in it, and None.
+
+    lazy: gives the prompt without features, and in the last place what computes them, if it has images.
 
     Raises:
         InputError: an empty prompt, ids outside the vocabulary, images that do not fit; before anything is computed.
@@ -60,10 +64,13 @@ def read_prompt(
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         raise InputError(f"prompt: id {int(ids[outside][0])} is outside the vocabulary; legal: 0..{vocabulary - 1}")
-    made = image_prompt(model, ids, pictures)
+    made = spans_prompt(model, ids, pictures)
+    features = partial(image_features, model, pictures) if pictures else None
     starts = span_starts(ids, model.config.image_token_id, pictures) if pictures else []
     spans = [
         ImageSpan(start=start, end=start + picture.grid.tokens, digest=bytes.fromhex(picture.sha256))
         for start, picture in zip(starts, pictures, strict=True)
     ]
-    return made, spans
+    if features is None or lazy:
+        return made, spans, features
+    return replace(made, embeds=features()), spans, None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rorqual.engine.plan import Standing
 from rorqual.pool.prefix import PrefixChain
+
+Same = Callable[[Sequence[int]], int]
+"""How many of these pages, from the first on, hold the very bytes that were handed over."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -15,8 +19,9 @@ class Track:
     id, priority, arrival: as submitted; a lower priority is served earlier, then a lower arrival.
     chain: keys of the tokens known: the prompt, and what was accepted since.
     limit: positions that it may ever have in the cache.
-    prefill: "ced" or "full". logits_from: first prompt position whose logits are wanted (prompt log-probabilities),
-        None for the last known token's alone.
+    prefill: "ced" or "full", or "encoder": the decoder never runs.
+    logits_from: first prompt position whose logits are wanted (prompt log-probabilities), None for the last known
+        token's alone.
     speculative: proposals may be verified.
     computed: positions that stand in the cache; those of a fresh or preempted request are 0.
     proposed: drafts that wait for their verification.
@@ -48,6 +53,11 @@ class Track:
     """Forks to come at the end of its prefill."""
     restored: int = 0
     """Tokens below `write_floor` whose pages came from a store."""
+    standing: Standing | None = None
+    """Where it begins, with what was handed over; None once it has, or has lost that."""
+    same: Same | None = None
+    shared: int = 0
+    """Pages that it took over because they are the `same`."""
 
     @property
     def tokens(self) -> int:
@@ -80,6 +90,8 @@ class Track:
             begun=False,
             copies=0,
             restored=0,
+            standing=None,
+            same=None,
         )
 
 

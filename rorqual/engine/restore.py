@@ -106,8 +106,8 @@ class Restorer:
         return self._fetches[track.id]
 
     def _made(self, track: Track) -> Fetch:
-        # Logits of the prompt are computed, and so is the prompt.
-        keys = track.chain.keys if track.logits_from is None else []
+        # Logits of the prompt are computed, and so is the prompt; what was handed over is there.
+        keys = track.chain.keys if track.logits_from is None and track.standing is None else []
         if len(keys) <= self._least:
             return Fetch(done=True)
         places = [at for at, key in enumerate(keys) if self._kv.pages.find(key) is None]

@@ -31,8 +31,13 @@ def test_kernels_and_use_change_nothing() -> None:
     ("name", "same"),
     [
         ("embed.weight", False),
-        ("layers.3.attn.q_norm.weight", False),
-        ("layers.3.attn.attn_sink", False),
+        ("layers.2.attn.q_norm.weight", False),
+        ("layers.2.attn.attn_sink", False),
+        ("layers.3.attn_norm.weight", False),
+        ("layers.3.attn.compressor.wkv.weight", False),
+        ("layers.3.attn.indexer.k_norm.weight", False),
+        ("layers.3.attn.q_norm.weight", True),
+        ("layers.5.ffn.gate.weight", True),
         ("layers.0.attn.wq_a.weight", False),
         ("layers.0.attn.wq_a.scale", False),
         ("layers.2.ffn.experts.5.w2.weight", False),
@@ -42,10 +47,17 @@ def test_kernels_and_use_change_nothing() -> None:
     ],
 )
 def test_one_byte_of_one_tensor_is_another_model(name: str, same: bool, tmp_path: Path) -> None:
-    """As where an adapter was merged; drafts write no global KV."""
+    """As where an adapter was merged; decoder layers, from 3 on, and drafts write no global KV but their source's."""
     shutil.copytree(tiny_folder(), tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     tensors = load_file(file)
     tensors[name].view(torch.uint8).flatten()[1] ^= 1
     save_file(tensors, file)
     assert (fingerprint(load(tmp_path / "m", kernels="plain")) == fingerprint(tiny())) == same
+
+
+def test_an_encoder_has_the_fingerprint_of_the_whole() -> None:
+    """A prefill worker's pages are those that a decode worker keeps."""
+    for numerics in ("fp32", "native"):
+        whole, encoder = (load(tiny_folder(), numerics=numerics, part=part) for part in ("all", "encoder"))
+        assert fingerprint(whole) == fingerprint(encoder) != fingerprint(whole, decoder=True)
