@@ -19,6 +19,7 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from rorqual.errors import InputError
 from rorqual.store import mooncake
@@ -29,6 +30,12 @@ FORGET_S = 10
 START_S = 30.0
 END_S = 10.0
 PR_SET_PDEATHSIG = 1
+_PIPES: dict[str, Any] = {
+    "stdin": subprocess.PIPE,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.DEVNULL,  # Mooncake's own log
+    "text": True,
+}
 TRANSFER_BUFFER = 1 << 20
 """Of the lending process, which transfers nothing itself."""
 
@@ -57,7 +64,7 @@ class LocalPool:
         if memory_bytes < 1:
             raise InputError(f"Mooncake store: memory_bytes {memory_bytes} is not legal; legal: at least 1")
         command = [sys.executable, "-m", __name__, host, str(port), str(memory_bytes), str(forget_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, **_PIPES)
         try:
             started = self._started()
         except BaseException:
@@ -108,7 +115,7 @@ def lend(host: str, port: str, memory_bytes: str, forget_s: str) -> None:
         code = client.setup(host, mooncake.HANDSHAKE, int(memory_bytes), TRANSFER_BUFFER, "tcp", "", address)
         if code != 0:
             raise InputError(f"Mooncake refuses {memory_bytes} bytes of memory at {host} (code {code})")
-    except InputError as error:
+    except Exception as error:  # whatever it is, the parent says it
         print(json.dumps({"error": str(error)}), flush=True)
         os._exit(1)
     print(json.dumps({"master": address, "master_pid": master.pid}), flush=True)

@@ -9,24 +9,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from mooncake_here import needs_mooncake
 from mooncake_peer import Peer, parcel_of
 
 from rorqual.disagg.mooncake import MooncakeTransport, _Block
 from rorqual.disagg.parcel import Parcel
 from rorqual.disagg.transport import Settled, Ticket, Transport
 from rorqual.errors import HandoverError, InputError
-
-sys.path.append(str(Path(__file__).parents[1] / "store"))
-from mooncake_here import needs_mooncake
 
 pytestmark = needs_mooncake
 
