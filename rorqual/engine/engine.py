@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.handed import Handed, standing
@@ -183,9 +184,7 @@ class Engine:
             CapacityError: the queue is full.
         """
         params = params or SamplingParams()
-        speculative = self.speculative if speculative is None else speculative
-        if speculative and self.speculator is None:
-            raise InputError("speculative: this engine was made without; legal: False")
+        speculative = self._speculative(speculative)
         own = self._intake.request(
             self._name(request),
             prompt,
@@ -209,6 +208,24 @@ class Engine:
             standing=None if handed is None else standing(handed, self.model.config.sliding_window),
         )
         return self._enter(own)
+
+    def check(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        images: Sequence[ImageSource] = (),
+        speculative: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Refuse what `submit` would refuse whenever it came; nothing is queued or computed. options: of `submit`.
+
+        Raises:
+            InputError: as `submit`.
+        """
+        self._speculative(speculative)
+        tokens = self._intake.check(prompt, params, images)
+        self.scheduler.check(tokens, self._intake.budget(tokens, params), params.n - 1)
 
     def abort(self, request: str) -> RequestOutput:
         """End a request now; its pages and slots are free when this returns. Its output so far."""
@@ -339,6 +356,12 @@ class Engine:
         if len(lives) != 1:
             raise InputError(f"request: {request!r} has {len(lives)} completions; legal: 1")
         return lives[0]
+
+    def _speculative(self, asked: bool | None) -> bool:
+        speculative = self.speculative if asked is None else asked
+        if speculative and self.speculator is None:
+            raise InputError("speculative: this engine was made without; legal: False")
+        return speculative
 
     def _name(self, request: str | None) -> str:
         if request is None:

@@ -69,7 +69,7 @@ class Intake:
             params=params,
             chain=chain,
             output=self._output(name, ids, params.prompt_logprobs is not None),
-            budget=self._budget(len(ids), params),
+            budget=self.budget(len(ids), params),
             speculative=speculative,
             priority=priority,
             prefill="full" if params.prompt_logprobs is not None else prefill,
@@ -80,6 +80,14 @@ class Intake:
             self._live(own, tokens.fork(), matcher if matcher is None else matcher.fork(), index)
         own.lives[0].handed = handed
         return own
+
+    def check(self, prompt: PromptInput, params: SamplingParams, images: Sequence[ImageSource]) -> int:
+        """Tokens of a prompt. Raises InputError as `request`, and encodes no image."""
+        self._check_ids(params)
+        made, _, _ = read_prompt(self.model, prompt, images, lazy=True)
+        self.budget(len(made), params)
+        self.matcher(params)
+        return len(made)
 
     def fork(self, parent: Live, name: str, params: SamplingParams) -> Request:
         """A request whose prompt is all that a completion has had so far."""
@@ -93,7 +101,7 @@ class Intake:
             params=params,
             chain=request.chain,
             output=self._output(name, ids, False),
-            budget=self._budget(len(ids), params),
+            budget=self.budget(len(ids), params),
             speculative=request.speculative,
             priority=request.priority,
             prefill=request.prefill,
@@ -126,7 +134,8 @@ class Intake:
             prompt_logprobs=[None] * len(ids) if logprobs else None,
         )
 
-    def _budget(self, prompt: int, params: SamplingParams) -> int:
+    def budget(self, prompt: int, params: SamplingParams) -> int:
+        """New tokens at most, after a prompt of so many. Raises InputError where there is room for none."""
         limit = self.max_model_len
         if prompt >= limit:
             raise InputError(f"prompt: {prompt} tokens do not fit the model's {limit} positions with a new token")

@@ -85,15 +85,7 @@ class Scheduler:
             CapacityError: too many wait already. Nothing is queued.
         """
         assert request not in self, f"{request} is there already"
-        # The last token is sampled and never computed.
-        limit = len(chain) + new_tokens - 1
-        if not len(chain) or new_tokens < 1:
-            raise InputError(f"prompt: {len(chain)} tokens with {new_tokens} new ones; legal: at least 1 of each")
-        if not self.kv.fits(limit):
-            room = self.kv.pages.pages * self.kv.page_tokens
-            raise InputError(f"prompt: {len(chain)} tokens with {new_tokens} new ones never fit the cache's {room}")
-        if copies >= self.kv.slots.slots:
-            raise InputError(f"n: {copies + 1} completions at once need as many slots; there are {self.kv.slots.slots}")
+        limit = self.check(len(chain), new_tokens, copies)
         if self.limits.waiting is not None and len(self._waiting) >= self.limits.waiting:
             raise CapacityError(f"queue: {len(self._waiting)} requests wait already, which is the limit")
         track = Track(
@@ -110,6 +102,19 @@ class Scheduler:
         )
         self._wait(track)
         return track
+
+    def check(self, tokens: int, new_tokens: int, copies: int = 0) -> int:
+        """Refuse what could never run: InputError. Positions that a request of so many tokens may ever have."""
+        # The last token is sampled and never computed.
+        limit = tokens + new_tokens - 1
+        if not tokens or new_tokens < 1:
+            raise InputError(f"prompt: {tokens} tokens with {new_tokens} new ones; legal: at least 1 of each")
+        if not self.kv.fits(limit):
+            room = self.kv.pages.pages * self.kv.page_tokens
+            raise InputError(f"prompt: {tokens} tokens with {new_tokens} new ones never fit the cache's {room}")
+        if copies >= self.kv.slots.slots:
+            raise InputError(f"n: {copies + 1} completions at once need as many slots; there are {self.kv.slots.slots}")
+        return limit
 
     def step(self) -> StepPlan:
         """The next step; falsy when there is nothing to do. Its results come back by `accepted`, or `abort`."""
