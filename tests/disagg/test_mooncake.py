@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from mooncake_here import needs_mooncake
 from mooncake_peer import Peer, parcel_of
+from stopping import stop
 
 from rorqual.disagg.mooncake import MooncakeTransport, _Block
 from rorqual.disagg.parcel import Parcel
@@ -264,7 +265,7 @@ def test_a_sender_that_hangs_costs_the_deadline() -> None:
     with Peer() as peer, Peer() as other:
         known = peer.ticket(1, SMALL, LONG)
         assert came(transport, known)
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        stop(peer.process.pid)
         begun = time.monotonic()
         with pytest.raises(HandoverError, match=r"did not come from .* within 0\.5 s"):
             transport.pull(known, 0.5)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from mooncake_here import needs_mooncake
+from stopping import stop
 
 from rorqual.errors import InputError
 from rorqual.store.checksum import CHECK_BYTES, check
@@ -204,7 +205,7 @@ def test_a_master_that_hangs_costs_a_few_deadlines_and_is_found_again(caplog: py
     with LocalPool(POOL_BYTES) as pool, caplog.at_level(logging.INFO, "rorqual"):
         store = RemoteStore(IDENTITY, RemoteOptions(master=pool.master, deadline_s=DEADLINE_S))
         assert eventually(lambda: store.put(key(0), page(0)))
-        os.kill(pool.master_pid, signal.SIGSTOP)
+        stop(pool.master_pid)
         begun = time.monotonic()
         for _ in range(1000):
             assert store.get(key(0)) is None and store.match([key(0)]) == 0
