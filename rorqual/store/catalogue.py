@@ -15,7 +15,7 @@ from rorqual.policies import TTL
 from rorqual.store.index import Row
 from rorqual.store.segments import Place
 
-MILLI = 1000
+MICRO = 1_000_000
 
 
 class Entry(NamedTuple):
@@ -121,15 +121,17 @@ class Catalogue:
     def load(self, rows: Iterable[Row], now: float) -> int:
         """Take over what an index holds; how many pages were too old.
 
-        Uses in the future were written while the wall clock was ahead; they count as now, and are told so.
+        Uses in the future were written while the wall clock was ahead; they count as now, and are told so. Of uses at
+        one time, as those of a chain are, the page that was written last is taken for the deepest, and goes first.
         """
-        latest = int(now * MILLI)
+        latest = int(now * MICRO)
         expired = 0
-        for row in sorted(rows, key=lambda row: (min(row.used, latest), row.place)):
+        by_place = sorted(rows, key=lambda row: row.place, reverse=True)
+        for row in sorted(by_place, key=lambda row: min(row.used, latest)):
             if row.key in self._entries:  # the index is damaged; one of the two is enough
                 self._changed[row.place] = None
                 continue
-            expired += len(self.expire(max(0, min(row.used, latest)) / MILLI))
+            expired += len(self.expire(max(0, min(row.used, latest)) / MICRO))
             self._place(row.key, Entry(row.place, row.digest))
             self._order.insert(row.key)
             if row.used > latest:
@@ -166,7 +168,7 @@ class Catalogue:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
-                yield Row(entry.place, key, entry.digest, int(self._order.last_use(key) * MILLI))
+                yield Row(entry.place, key, entry.digest, int(self._order.last_use(key) * MICRO))
 
     def _place(self, key: bytes, entry: Entry) -> None:
         self._entries[key] = entry

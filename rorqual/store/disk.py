@@ -233,11 +233,18 @@ class DiskStore:
             logger.warning("store: the index of %s is damaged; it still finds %d pages", self.path, len(self._known))
         self._evict_beyond(self._sizes.pages)
         self._commit()
+        self._shrink()
         ends = self._known.ends()
-        if ends and ends[max(ends)] < self._sizes.slots:
+        if ends and self._segments.active is None and ends[max(ends)] < self._sizes.slots:
             self._segments.resume(max(ends), ends[max(ends)])
-        while self._beyond(self._sizes.most) and self._free_one():
-            pass
+
+    def _shrink(self) -> None:
+        """Bring what an earlier bound allowed within this one; a copied segment takes room twice for that time."""
+        for number in sorted(self._segments.numbers, key=self._known.live):
+            if not self._beyond(self._sizes.most):
+                return
+            self._move_out(number, self._known.live(number))
+            self._commit()
 
     def _append(self, key: bytes, page: PageBytes, digest: bytes) -> bool:
         """Write a new page where there is room or room can be made."""
@@ -261,19 +268,17 @@ class DiskStore:
                 return False
         if self._segments.full and not self._begin():
             return False
-        sparse = [n for n in self._segments.numbers if self._known.live(n) < SPARSE * self._segments.pages(n)]
-        victim = min((n for n in sparse if n != self._segments.active), key=self._known.live, default=None)
-        if victim is not None:
+        others = (n for n in self._segments.numbers if n != self._segments.active and self._known.live(n))
+        victim = min(others, key=self._known.live, default=None)
+        if victim is not None and self._known.live(victim) < SPARSE * self._segments.pages(victim):
             self._move_out(victim, self._segments.room)
         return True
 
     def _free_one(self) -> bool:
-        """Free the segment with the fewest live pages: its latest ones move, up to half of it, the others go."""
-        others = [n for n in self._segments.numbers if self._segments.full or n != self._segments.active]
-        if not others:
-            return False
-        victim = min(others, key=self._known.live)
-        if self._segments.full and not self._begin():
+        """Free the segment with the fewest live pages, while none is written to: up to half of it moves to the next
+        one, its latest pages, and the others go."""
+        victim = min(self._segments.numbers, key=self._known.live, default=None)
+        if victim is None or not self._begin():
             return False
         self._move_out(victim, min(self._segments.pages(victim), self._sizes.slots) // 2)
         with self._state:
@@ -378,7 +383,7 @@ class DiskStore:
 
     def _note(self, what: object) -> None:
         """Say once what goes wrong; how often, `stat` counts."""
-        said = f"{what}"
+        said = (what.strerror if isinstance(what, OSError) else None) or f"{what}"
         if said not in self._told:
             self._told.add(said)
             logger.warning("store: %s: %s", self.path, said)

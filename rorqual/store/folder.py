@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -50,20 +49,20 @@ def format_of(path: Path) -> int:
 
 
 def make(folder: Path, identity: StoreIdentity) -> Path:
-    """The identity's subfolder, made where it is missing; others in the folder are named in a message.
-
-    Raises:
-        InputError: it cannot be made.
-    """
+    """The identity's subfolder, made where it is missing. Raises InputError."""
     path = subfolder(folder, identity)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        others = [other.name for other in subfolders(folder) if other != path]
     except OSError as error:
         raise InputError(f"store: {folder} cannot be made ({error.strerror})") from error
-    if others:
-        logger.info("store: %s also holds pages of other models or formats, left alone: %s", folder, ", ".join(others))
     return path
+
+
+def mention_others(folder: Path, identity: StoreIdentity) -> None:
+    """Say which subfolders a store of this identity leaves alone."""
+    own = subfolder(folder, identity)
+    if others := [path.name for path in subfolders(folder) if path != own]:
+        logger.info("store: %s also holds pages of other models or formats, left alone: %s", folder, ", ".join(others))
 
 
 def write_about(path: Path, identity: StoreIdentity) -> None:
@@ -126,9 +125,3 @@ def lock(path: Path) -> int:
             os.close(held)
             message = f"store: {path} is open in process {owner}; legal: one process at a time"
             raise InputError(message) from error
-
-
-def remove(path: Path) -> None:
-    """Delete a subfolder with all its pages. Raises InputError where a process has it open."""
-    with locked(path):
-        shutil.rmtree(path, ignore_errors=True)

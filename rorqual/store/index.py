@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rorqual.errors import InputError
-from rorqual.store.checksum import CHECK_BYTES
 from rorqual.store.segments import Place
 
 FILE = "index.sqlite"
@@ -37,7 +36,7 @@ _SHORT_READ = 522  # an I/O error by its code, a truncated file by its nature
 
 
 class Row(NamedTuple):
-    """used: milliseconds since 1970 of the last use that was written down."""
+    """used: microseconds since 1970 of the last use that was written down."""
 
     place: Place
     key: bytes
@@ -201,6 +200,6 @@ def _row(values: tuple[object, ...]) -> Row | None:
     place, key, digest, used = values
     if not (isinstance(place, int) and isinstance(key, bytes) and isinstance(digest, bytes) and isinstance(used, int)):
         return None
-    if place < 0 or len(digest) != CHECK_BYTES:
+    if place < 0:
         return None
     return Row(Place(place >> POSITION_BITS, place & ((1 << POSITION_BITS) - 1)), key, digest, used)

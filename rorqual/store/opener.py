@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rorqual.errors import InputError
 from rorqual.store.disk import DiskStore
+from rorqual.store.folder import mention_others
 from rorqual.store.interface import PageStore, StoreIdentity
 from rorqual.store.memory import MemoryStore
 from rorqual.store.tiers import Tiers
@@ -57,6 +58,7 @@ def open_store(
         tiers.append(MemoryStore(identity, capacity=memory_bytes, ttl=ttl))
     if folder is not None:
         disk = DiskStore(folder, identity, disk_bytes=disk_bytes, ttl=ttl, fsync=fsync)
+        mention_others(folder, identity)
         tiers.append(WriteBehind(disk, queue_bytes=queue))
     if remote is not None:
         tiers.append(WriteBehind(remote, queue_bytes=queue))
