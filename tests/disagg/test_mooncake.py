@@ -165,6 +165,18 @@ def test_a_flipped_bit_is_found(transport: MooncakeTransport) -> None:
     transport.settled()
 
 
+def test_who_only_pulls_needs_no_credit(peer: Peer) -> None:
+    receiver = MooncakeTransport(credit_bytes=1, credit_parcels=1)
+    ticket = peer.ticket(3, SMALL, LONG)
+    assert came(receiver, ticket)
+    receiver.done(ticket)
+    assert peer.ask("settled") == [["request 3", "done"]]
+    for nbytes in (1 << 46, 1 << 70):
+        with pytest.raises(HandoverError):
+            receiver.pull(replace(ticket, nbytes=nbytes), LONG)
+    receiver.close()
+
+
 @pytest.mark.parametrize("place", ["", "7", "[]", '["127.0.0.1:1", 0, 0, ""]', "[1, 2, 3, 4]", '["a", 64, 64, "zz"]'])
 def test_a_place_of_something_else_is_refused(place: str, transport: MooncakeTransport) -> None:
     ticket = Ticket(request="r", nbytes=10, place=place)
