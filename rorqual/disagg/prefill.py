@@ -138,6 +138,7 @@ class PrefillWorker:
         self.scheduler = Scheduler(self.kv, self._replayed, limits)
         self.runner = Runner(model, self.cache)
         self.fingerprint = fingerprint(model)
+        self._whole = fingerprint(model, decoder=True) if model.has_decoder else ""
         self._clock = clock
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
@@ -202,7 +203,7 @@ class PrefillWorker:
 
     def step(self) -> list[Offer]:
         """Let go of what is over, run one step, offer what is ready: requests that came to an offer, or to none."""
-        self._settle()
+        self.settle()
         plan = self.scheduler.step()
         if plan:
             outputs = self.runner.run(plan, {own.request: self._jobs[own.request].tokens for own in plan.sequences})
@@ -290,7 +291,7 @@ class PrefillWorker:
             mode=job.mode,
             ids=tuple(job.tokens.prompt.ids.tolist()),
             images=job.images,
-            fingerprint=self.fingerprint,
+            fingerprint=self._whole if job.mode == "rings" else self.fingerprint,
             page_tokens=self.model.layout.page_tokens,
             first=first,
             write_floor=handed.write_floor,
@@ -298,8 +299,8 @@ class PrefillWorker:
         )
         return pack(header, handed)
 
-    def _settle(self) -> None:
-        """Let go of what its receiver has, what was taken back, and what nobody came for."""
+    def settle(self) -> None:
+        """Let go of what its receiver has, what was taken back, and what nobody came for; `step` begins with it."""
         for over in self.transport.settled():
             job = self._jobs.get(over.ticket.request)
             if job is not None and job.ticket == over.ticket:

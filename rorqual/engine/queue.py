@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rorqual.engine.plan import Standing
 from rorqual.pool.prefix import PrefixChain
+
+Same = Callable[[Sequence[int]], int]
+"""How many of these pages, from the first on, hold the very bytes that were handed over."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,6 +53,9 @@ class Track:
     """Forks to come at the end of its prefill."""
     standing: Standing | None = None
     """Where it begins, with what was handed over; None once it has, or has lost that."""
+    same: Same | None = None
+    shared: int = 0
+    """Pages that it took over because they are the `same`."""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +88,7 @@ class Track:
             begun=False,
             copies=0,
             standing=None,
+            same=None,
         )
 
 

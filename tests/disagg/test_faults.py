@@ -1,266 +1,241 @@
-"""Prefill and decode workers in processes of their own, over Mooncake, killed in every state (field case 54).
+"""Whatever is lost, damaged, late or taken back: pages return on both sides; the text is right, or an error.
 
-Whoever is left has its pages and slots back within a bound, ends every request with the text that an engine alone
-gives, and goes on serving.
+Field cases 54 and 55, in one process: every state of a request, every event that may meet it there.
 """
 
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from engines import Said, asked, assert_clean, engine_of, said
+from engines import Said, asked, said
 from models import golden, random_ids
-from mooncake_here import needs_mooncake
-from split_peer import CASE, Forge, Worker
-from splits import CHUNK, assert_worker_clean, encoder_of, joint, poisoned
+from splits import Clock, assert_both_clean, encoder_of, joint, split_of
 
-from rorqual.disagg.decode import Arrival, DecodeWorker
-from rorqual.disagg.mooncake import MooncakeTransport
-from rorqual.disagg.prefill import PrefillWorker
-from rorqual.disagg.transport import Ticket
+from rorqual.disagg.pair import Split
+from rorqual.disagg.prefill import Offer
+from rorqual.disagg.transport import InProcess, Ticket
 from rorqual.errors import HandoverError
+from rorqual.planner.traffic import HANDOVERS
 
-pytestmark = needs_mooncake
-
-IDS = random_ids(140, seed=3)
-OTHER = random_ids(33, seed=4)
-HOLD_S = 3600.0
-PATIENCE_S = 120.0
-KILLS = 60
-"""At random moments, in the long run."""
+HOLD_S, WAIT_S = 30.0, 60.0
+ROUNDS = 40
+FULL_ROUNDS = 2000
+FAULTS = ("lost ticket", "dead sender", "damaged", "cut off", "late", "lost done", "another model", "another prompt")
 
 
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    with Forge(tmp_path_factory.mktemp("split")) as forge:
-        yield forge
+class Faulty(InProcess):
+    """A transport that does what it is told, once for each time it is told."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock=clock)
+        self.clock, self.next, self.drawn = clock, "", random.Random(1)
+
+    def pull(self, ticket: Ticket, timeout_s: float) -> bytearray:
+        fault, self.next = self.next, "" if self.next != "lost done" else self.next
+        if fault == "dead sender":
+            raise HandoverError(f"hand-over of {ticket.request!r}: its sender is gone")
+        if fault == "late":
+            self.clock.now += HOLD_S
+        data = super().pull(ticket, timeout_s)
+        if fault == "damaged":
+            data[self.drawn.randrange(len(data))] ^= 1 << self.drawn.randrange(8)
+        return data[: len(data) // 2] if fault == "cut off" else data
+
+    def done(self, ticket: Ticket) -> None:
+        if self.next == "lost done":
+            self.next = ""
+        else:
+            super().done(ticket)
 
 
-class Clock:
-    """Real seconds, and those that a test skips."""
-
-    def __init__(self) -> None:
-        self.skipped = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.skipped
-
-
-@pytest.fixture(scope="module")
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture(scope="module")
-def transport(clock: Clock) -> Iterator[MooncakeTransport]:
-    transport = MooncakeTransport(clock=clock)
-    yield transport
-    transport.close()
-
-
-@pytest.fixture(scope="module")
-def decode() -> DecodeWorker:
-    return DecodeWorker(engine_of(golden(CASE, "fast"), chunk_tokens=CHUNK), pull_s=PATIENCE_S)
-
-
-@pytest.fixture(scope="module")
-def prefill(transport: MooncakeTransport, clock: Clock) -> PrefillWorker:
-    return poisoned(encoder_of(CASE), transport, hold_s=HOLD_S, clock=clock)  # type: ignore[arg-type]
+def faulty(handover: str = "streams", **options: object) -> tuple[Split, Faulty, Clock]:
+    clock = Clock()
+    transport = Faulty(clock)
+    model = golden("fp32-dspark", "fast")
+    encoder = None if handover == "rings" else encoder_of("fp32-dspark")
+    timed = {"hold_s": HOLD_S, "wait_s": WAIT_S, "clock": clock, "transport": transport}
+    return split_of(model, encoder=encoder, handover=handover, **timed, **options), transport, clock
 
 
 @cache
-def alone() -> Said:
-    """What an engine alone says to `IDS`."""
-    return joint(golden(CASE, "fast"), IDS)
+def wanted(tokens: int, seed: int, new: int = 6) -> Said:
+    return joint(golden("fp32-dspark", "fast"), random_ids(tokens, seed=seed), new)
 
 
-def assert_said(decode: DecodeWorker, arrival: Arrival, *, handed: bool) -> None:
-    """The request ends as an engine alone ends it, and leaves nothing behind."""
-    assert arrival.handed == handed, arrival.error
-    engine = decode.engine
-    output = engine.output(arrival.request)
-    while not output.finished:
-        engine.step()
-        engine.check_integrity()
-    assert output.counts.handed == (len(IDS) if handed else 0)
-    assert said(output) == alone()
-    assert_clean(engine)
+def lose_tickets(split: Split) -> None:
+    """What the prefill worker says of its offers does not arrive."""
+    inner = split.prefill.step
+
+    def step() -> list[Offer]:
+        inner()
+        return []
+
+    split.prefill.step = step  # type: ignore[method-assign]
 
 
-def assert_lets_go(prefill: PrefillWorker, clock: Clock, skip_s: float = HOLD_S) -> None:
-    clock.skipped += skip_s
-    until = time.monotonic() + PATIENCE_S
-    while prefill.has_work:
-        assert time.monotonic() < until, prefill.live
-        prefill.step()
-        prefill.check_integrity()
-        time.sleep(0.01)
-    assert_worker_clean(prefill)
-    assert isinstance(prefill.transport, MooncakeTransport)
-    assert prefill.transport.offered_bytes == 0
-    prefill.transport.check_integrity()
+def plant(split: Split, transport: Faulty, fault: str) -> None:
+    if fault == "lost ticket":
+        lose_tickets(split)
+    elif fault == "another model":
+        split.prefill.fingerprint = split.prefill._whole = "0" * 64
+    elif fault == "another prompt":
+        inner = split.prefill.submit
+        split.prefill.submit = lambda prompt, **options: inner([7, *prompt[1:].tolist()], **options)  # type: ignore
+    else:
+        transport.next = fault
 
 
-def ticket_of(worker: Worker) -> Ticket:
-    return Ticket(**worker.ask("offer", "a", IDS.tolist()))
+def run_out(split: Split, clock: Clock, names: list[str]) -> None:
+    """Step to the end of these; where nothing moves, time passes."""
+    while any(name in split for name in names):
+        split.step()
+        split.check_integrity()
+        clock.now += 1
 
 
-def gone(decode: DecodeWorker) -> Arrival:
-    """What a router does with a request whose prefill worker died before it offered anything."""
-    return decode.without(HandoverError("hand-over of 'a': its prefill worker is gone"), IDS, asked())
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("handover", HANDOVERS)
+def test_a_failed_hand_over_is_computed_where_it_decodes(fault: str, handover: str) -> None:
+    split, transport, clock = faulty(handover)
+    plant(split, transport, fault)
+    name = split.submit(random_ids(50, seed=3), asked(6))
+    run_out(split, clock, [name])
+    output = split.output(name)
+    assert output.counts.handed == (50 if fault == "lost done" else 0)
+    if output.counts.handed == 0 or handover != "replay":
+        assert said(output) == wanted(50, 3)
+    assert clock.now <= WAIT_S + HOLD_S
+    clock.now += HOLD_S  # a lost `done` is found by then
+    assert_both_clean(split)
 
 
-@pytest.mark.parametrize("state", ["waiting", "prefill", "ready"])
-def test_prefill_dies_before_it_has_offered(state: str, forge: Forge, decode: DecodeWorker) -> None:
-    worker = forge.worker("prefill", slots=1 if state == "waiting" else 2, credit_parcels=1)
-    if state != "prefill":
-        worker.ask("offer", "before", OTHER.tolist())
-    worker.ask("submit", "a", IDS.tolist())
-    states = worker.ask("step")
-    while state == "ready" and states["a"] != "ready":
-        states = worker.ask("step")
-    assert states["a"] == state
-    worker.kill()
-    assert_said(decode, gone(decode), handed=False)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "lost done"])
+def test_or_the_client_gets_an_error(fault: str) -> None:
+    split, transport, clock = faulty(recompute=False)
+    plant(split, transport, fault)
+    name = split.submit(random_ids(50, seed=3), asked(6, n=2, temperature=1.0))
+    deltas = []
+    while name in split:
+        deltas += split.step()
+        split.check_integrity()
+        clock.now += 1
+    assert [(delta.index, delta.finish_reason) for delta in deltas] == [(0, "error"), (1, "error")]
+    output = split.output(name)
+    assert output.finished and str(output.completions[0].stopped_by).startswith("hand-over of")
+    clock.now += HOLD_S
+    assert_both_clean(split)
 
 
-def test_prefill_dies_when_it_has_offered(forge: Forge, transport: MooncakeTransport, decode: DecodeWorker) -> None:
-    worker = forge.worker("prefill")
-    ticket = ticket_of(worker)
-    worker.kill()
-    assert_said(decode, decode.fetch(transport, ticket, IDS, asked()), handed=False)
+STATES = ("waiting", "prefill", "handover", "arrived", "decode")
 
 
-def test_prefill_dies_while_it_is_read(forge: Forge, transport: MooncakeTransport, decode: DecodeWorker) -> None:
-    """Stopped first: the pull is under way for certain when it dies."""
-    worker = forge.worker("prefill")
-    ticket = ticket_of(worker)
-    assert len(transport.pull(ticket, PATIENCE_S)) == ticket.nbytes
-    worker.stop()
-    timer = threading.Timer(0.3, worker.kill)
-    timer.start()
-    assert_said(decode, decode.fetch(transport, ticket, IDS, asked()), handed=False)
-    timer.join()
-
-
-def test_prefill_hangs(forge: Forge, transport: MooncakeTransport, decode: DecodeWorker) -> None:
-    worker = forge.worker("prefill")
-    ticket = ticket_of(worker)
-    worker.stop()
-    hasty = DecodeWorker(decode.engine, pull_s=0.5)
-    begun = time.monotonic()
-    arrival = hasty.fetch(transport, ticket, IDS, asked())
-    assert time.monotonic() - begun < 25, "Mooncake itself waits 30 s and more"
-    worker.kill()
-    assert_said(decode, arrival, handed=False)
-
-
-def test_prefill_dies_after_the_pull(forge: Forge, transport: MooncakeTransport, decode: DecodeWorker) -> None:
-    worker = forge.worker("prefill")
-    ticket = ticket_of(worker)
-    data = transport.pull(ticket, PATIENCE_S)
-    worker.kill()
-    transport.done(ticket)
-    name = decode.receive(data, asked(), prompt=IDS)
-    assert_said(decode, Arrival(request=name, handed=True), handed=True)
-
-
-def test_prefill_dies_while_the_other_decodes(forge: Forge, transport: MooncakeTransport, decode: DecodeWorker) -> None:
-    worker = forge.worker("prefill")
-    ticket = ticket_of(worker)
-    arrival = decode.fetch(transport, ticket, IDS, asked())
-    states = worker.ask("step")
-    while "a" in states:
-        states = worker.ask("step")
-    decode.engine.step()
-    worker.kill()
-    assert_said(decode, arrival, handed=True)
-
-
-def offered(prefill: PrefillWorker) -> Ticket:
-    name = prefill.submit(IDS)
+def reach(split: Split, name: str, state: str) -> None:
+    """Step until a request is there; for `handover` the engine has to take nothing. Nobody runs before `arrived`."""
+    inner = split.engine.step
+    if state == "arrived":
+        split.engine.step = list  # type: ignore[method-assign]
     while True:
-        for offer in prefill.step():
-            assert offer.request == name and offer.ticket is not None, offer.error
-            return offer.ticket
+        now = split.state(name)
+        if name in split._away and now == "prefill":
+            now = split.prefill.state(name)
+        elif now == "waiting":
+            now = "arrived"
+        if now == state:
+            break
+        split.step()
+    split.engine.step = inner  # type: ignore[method-assign]
 
 
-def told(ticket: Ticket) -> dict[str, object]:
-    return {"request": ticket.request, "nbytes": ticket.nbytes, "place": ticket.place}
+@pytest.mark.parametrize("who", ["client", "prefill side", "both"])
+@pytest.mark.parametrize("state", STATES)
+def test_cancel_in_every_state(state: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the client; by the prefill side alone, which the decode side makes up for; by both at once."""
+    split, _, clock = faulty(prefill_slots=1)
+    other = split.submit(random_ids(60, seed=8), asked(6))
+    name = split.submit(random_ids(130, seed=2), asked(6))
+    if state == "handover":
+        monkeypatch.setattr(Split, "_takes", property(lambda self: False))
+        split.abort(other)
+    reach(split, name, state)
+    if who in ("prefill side", "both"):
+        split.prefill.cancel(name)
+    if who in ("client", "both"):
+        split.abort(name)
+        assert name not in split and name not in split.prefill
+    monkeypatch.undo()
+    split.check_integrity()
+    live = [own for own in (name, other) if own in split]
+    run_out(split, clock, live)
+    if who == "prefill side":
+        assert said(split.output(name)) == wanted(130, 2)
+    if state != "handover":
+        assert said(split.output(other)) == wanted(60, 8)
+    assert_both_clean(split)
 
 
-STEPS = {
-    "before the pull": 0,
-    "after the pull": 1,
-    "after done": 2,
-    "with the request in its engine": 3,
-    "while it decodes": 4,
-}
+def test_a_prefill_side_that_dies_costs_time_and_nothing_else() -> None:
+    """Its requests, waiting and running, are computed by the other side when their time is over."""
+    split, _, clock = faulty()
+    names = [split.submit(random_ids(n, seed=n), asked(6)) for n in (130, 50, 17)]
+    split.step()
+    split.prefill.step = list  # type: ignore[method-assign]
+    run_out(split, clock, names)
+    assert [said(split.output(name)) for name in names] == [wanted(n, n) for n in (130, 50, 17)]
+    assert clock.now <= 2 * WAIT_S
+    del split.prefill.step
+    assert_both_clean(split)
 
 
-@pytest.mark.parametrize("state", STEPS)
-def test_decode_dies(state: str, forge: Forge, prefill: PrefillWorker, clock: Clock) -> None:
-    worker = forge.worker("decode")
-    ticket = offered(prefill)
-    orders = [("pull", told(ticket)), ("done", told(ticket)), ("receive", IDS.tolist()), ("step",)]
-    for order in orders[: STEPS[state]]:
-        worker.ask(*order)
-    worker.kill()
-    assert_lets_go(prefill, clock, HOLD_S if STEPS[state] < STEPS["after done"] else 0)
+def test_a_decode_side_that_dies_gets_its_pages_back_to_the_prefill_side() -> None:
+    split, transport, clock = faulty()
+    split.submit(random_ids(50, seed=1), asked(6))
+    while not transport.offered_bytes:
+        split.prefill.step()
+    assert split.prefill.has_work
+    clock.now += HOLD_S
+    split.prefill.step()
+    assert not split.prefill.has_work and not transport.offered_bytes
 
 
-def test_decode_dies_while_it_reads(forge: Forge, prefill: PrefillWorker, clock: Clock) -> None:
-    for seed in range(3):
-        worker = forge.worker("decode")
-        worker.send("pull", told(offered(prefill)))
-        time.sleep(0.002 * seed)
-        worker.kill()
-        assert_lets_go(prefill, clock)
-
-
-def test_who_is_left_goes_on_serving(
-    forge: Forge, transport: MooncakeTransport, decode: DecodeWorker, prefill: PrefillWorker, clock: Clock
-) -> None:
-    """After all of the above, with the same workers: each with a living other side."""
-    worker = forge.worker("prefill")
-    assert_said(decode, decode.fetch(transport, ticket_of(worker), IDS, asked()), handed=True)
-    other = forge.worker("decode")
-    ticket = offered(prefill)
-    for order in (("pull", told(ticket)), ("done", told(ticket)), ("receive", IDS.tolist())):
-        other.ask(*order)
-    said_there: list[int] = []
-    while len(said_there) < 8:
-        said_there = other.ask("step")
-    assert said_there == alone()[0]
-    assert_lets_go(prefill, clock, 0)
-
-
-@pytest.mark.full
-def test_kills_at_random_moments(
-    forge: Forge, transport: MooncakeTransport, decode: DecodeWorker, prefill: PrefillWorker, clock: Clock
-) -> None:
-    draw = random.Random(8)
-    handed = {True: 0, False: 0}
-    for _ in range(KILLS):
-        worker = forge.worker(role := draw.choice(["prefill", "decode"]))
-        ticket = ticket_of(worker) if role == "prefill" else offered(prefill)
-        timer = threading.Timer(draw.uniform(0, 0.03), worker.kill)
-        timer.start()
-        if role == "prefill":
-            arrival = decode.fetch(transport, ticket, IDS, asked())
-            handed[arrival.handed] += 1
-            assert_said(decode, arrival, handed=arrival.handed)
-        else:
-            for order in (("pull", told(ticket)), ("done", told(ticket)), ("receive", IDS.tolist()), ("step",)):
-                try:
-                    worker.ask(*order)
-                except (OSError, ValueError):
-                    break
-            assert_lets_go(prefill, clock)
-        timer.join()
-    assert handed[True] and handed[False], handed
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(FULL_ROUNDS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("handover", ["streams", "rings"])
+def test_at_random(handover: str, rounds: int) -> None:
+    """Requests come, are cancelled, preempted, lost, damaged and late, a few at a time; every text is the joint one."""
+    split, transport, clock = faulty(handover, prefill_slots=2, prefill_pages=24)
+    drawn, live, ended = random.Random(11), {}, 0
+    for number in range(rounds):
+        event = drawn.choice(("submit", "submit", "step", "step", "step", "abort", "preempt", "fault", "time"))
+        if event == "submit" and len(live) < 6:
+            case = drawn.choice(((1, 1), (16, 16), (33, 33), (60, 8), (97, 97), (130, 2)))
+            # A salt of its own, so that no text depends on who came before.
+            live[split.submit(random_ids(case[0], seed=case[1]), asked(6), salt=str(number))] = case
+        elif event == "abort" and live:
+            name = drawn.choice(sorted(live))
+            if name in split:
+                split.abort(name)
+                live.pop(name)
+        elif event == "preempt" and live:
+            name = drawn.choice(sorted(live))
+            if name in split.engine:
+                split.engine.preempt(name)
+        elif event == "fault":
+            transport.next = drawn.choice(("dead sender", "damaged", "cut off", "late", "lost done"))
+        elif event == "time":
+            clock.now += drawn.choice((1, HOLD_S, WAIT_S))
+        split.step()
+        split.check_integrity()
+        for name in [name for name in live if name not in split]:
+            output = split.output(name)
+            assert output.finish_reason == "length"
+            if not output.counts.preempted:
+                assert said(output) == wanted(*live[name])
+            live.pop(name)
+            ended += 1
+    run_out(split, clock, list(live))
+    for name in live:
+        assert split.output(name).finish_reason == "length"
+    clock.now += HOLD_S
+    assert ended + len(live) > rounds // 20
+    assert_both_clean(split)
