@@ -132,6 +132,16 @@ class Engine:
         return bool(self._lives)
 
     @property
+    def waiting(self) -> int:
+        """Completions in the queue."""
+        return self.scheduler.waiting
+
+    @property
+    def drafts(self) -> bool:
+        """Requests may be sped up by drafts."""
+        return self.speculator is not None
+
+    @property
     def live(self) -> list[str]:
         """Ids of requests that have not ended, in the order of their arrival."""
         return list(self._requests)

@@ -9,7 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
@@ -18,7 +20,7 @@ from rorqual.model.vision.image import ImageInput, image_patches, load_image
 ImageSource = str | Path | bytes | Image.Image | ImageInput
 
 
-def read_images(model: Transformer, images: Sequence[ImageSource]) -> list[ImageInput]:
+def read_images(model: TextModel, images: Sequence[ImageSource]) -> list[ImageInput]:
     """Open and fit images to the model's grid rule.
 
     Raises:
@@ -43,24 +45,33 @@ def image_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput], 
     """
     if model.vision is None:
         return Prompt(ids=ids)
-    mask = ids == model.config.image_token_id
+    check_spans(model.config, ids, images)
+    if not images:
+        return Prompt(ids=ids)
+    with torch.inference_mode():
+        parts = [model.vision(image, _named(tap, n)) for n, image in enumerate(images)]
+    return Prompt(ids=ids, image=ids == model.config.image_token_id, embeds=torch.cat(parts))
+
+
+def check_spans(config: ModelConfig, ids: Tensor, images: Sequence[ImageInput]) -> None:
+    """A prompt's image positions are those of its images, in order.
+
+    Raises:
+        InputError: image tokens without an image, or a count that is not the images' own.
+    """
+    mask = ids == config.image_token_id
     found, needed = int(mask.sum()), sum(i.grid.tokens for i in images)
     if found != needed:
         raise InputError(
-            f"image: the prompt has {found} image positions (id {model.config.image_token_id}), "
+            f"image: the prompt has {found} image positions (id {config.image_token_id}), "
             f"its {len(images)} images need {needed}"
         )
-    if not images:
-        return Prompt(ids=ids)
-    for start, image in zip(span_starts(ids, model.config.image_token_id, images), images, strict=True):
+    for start, image in zip(span_starts(ids, config.image_token_id, images), images, strict=True):
         if not bool(mask[start : start + image.grid.tokens].all()):
             raise InputError(
                 f"image: the span at position {start} is not the {image.grid.tokens} positions of its image; "
                 "images go in the order of their spans"
             )
-    with torch.inference_mode():
-        parts = [model.vision(image, _named(tap, n)) for n, image in enumerate(images)]
-    return Prompt(ids=ids, image=mask, embeds=torch.cat(parts))
 
 
 def span_starts(ids: Tensor, image_token_id: int, images: Sequence[ImageInput]) -> list[int]:

@@ -54,7 +54,7 @@ class Intake:
         Raises:
             InputError: what is not legal, by name.
         """
-        self._check_ids(params)
+        check_ids(params, self.model.config.vocab_size)
         made, images_at = read_prompt(self.model, prompt, images)
         ids = made.ids.tolist()
         chain = PrefixChain(root_key(self.fingerprint, self.page_tokens, salt), self.page_tokens, images_at)
@@ -64,7 +64,7 @@ class Intake:
             params=params,
             chain=chain,
             output=self._output(name, ids, params.prompt_logprobs is not None),
-            budget=self._budget(len(ids), params),
+            budget=new_tokens(len(ids), params, self.max_model_len),
             speculative=speculative,
             priority=priority,
             prefill="full" if params.prompt_logprobs is not None else prefill,
@@ -79,7 +79,7 @@ class Intake:
         """A request whose prompt is all that a completion has had so far."""
         if params.n != 1 or params.prompt_logprobs is not None:
             raise InputError("fork: n and prompt_logprobs are not legal; legal: one completion")
-        self._check_ids(params)
+        check_ids(params, self.model.config.vocab_size)
         request, tokens = parent.request, parent.tokens.fork()
         ids = [*request.output.prompt_token_ids, *parent.completion.token_ids]
         own = Request(
@@ -87,7 +87,7 @@ class Intake:
             params=params,
             chain=request.chain,
             output=self._output(name, ids, False),
-            budget=self._budget(len(ids), params),
+            budget=new_tokens(len(ids), params, self.max_model_len),
             speculative=request.speculative,
             priority=request.priority,
             prefill=request.prefill,
@@ -120,18 +120,20 @@ class Intake:
             prompt_logprobs=[None] * len(ids) if logprobs else None,
         )
 
-    def _budget(self, prompt: int, params: SamplingParams) -> int:
-        limit = self.max_model_len
-        if prompt >= limit:
-            raise InputError(f"prompt: {prompt} tokens do not fit the model's {limit} positions with a new token")
-        return min(params.max_tokens, limit - prompt)
-
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else {self.model.config.eos_token_id})
 
-    def _check_ids(self, params: SamplingParams) -> None:
-        vocabulary = self.model.config.vocab_size
-        for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
-            for token in ids:
-                if not 0 <= token < vocabulary:
-                    raise InputError(f"{name}: id {token} is outside the vocabulary; legal: 0..{vocabulary - 1}")
+
+def new_tokens(prompt: int, params: SamplingParams, limit: int) -> int:
+    """Tokens that a prompt of so many may have. limit: of both together. Raises InputError where there is no room."""
+    if prompt >= limit:
+        raise InputError(f"prompt: {prompt} tokens do not fit the model's {limit} positions with a new token")
+    return min(params.max_tokens, limit - prompt)
+
+
+def check_ids(params: SamplingParams, vocabulary: int) -> None:
+    """Token ids among parameters are the vocabulary's. Raises InputError."""
+    for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise InputError(f"{name}: id {token} is outside the vocabulary; legal: 0..{vocabulary - 1}")

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from rorqual.engine.ids import as_ids
-from rorqual.engine.images import ImageSource, image_prompt, read_images, span_starts
+from rorqual.engine.images import ImageSource, check_spans, image_prompt, read_images, span_starts
 from rorqual.engine.sequence import Prompt
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
 from rorqual.model.vision.image import ImageInput, image_token_ids
@@ -20,7 +21,7 @@ PromptInput = str | Tensor | Sequence[int]
 """A text, or its token ids."""
 
 
-def checked_tokenizer(model: Transformer, prompt: str) -> Tokenizer:
+def checked_tokenizer(model: TextModel, prompt: str) -> Tokenizer:
     """The model's tokenizer. Raises InputError when there is none, or for a text that it cannot take."""
     if model.tokenizer is None:
         raise InputError("prompt: this checkpoint has no tokenizer.json; give token ids instead of text")
@@ -31,7 +32,7 @@ def checked_tokenizer(model: Transformer, prompt: str) -> Tokenizer:
     return model.tokenizer
 
 
-def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
+def encode(model: TextModel, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
     """Token ids of a text: bos, one span per image, then the text.
 
     Raises:
@@ -46,13 +47,13 @@ def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -
     return torch.cat((torch.tensor([config.bos_token_id]), *spans, torch.tensor(text, dtype=torch.int64)))
 
 
-def read_prompt(
-    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = ()
-) -> tuple[Prompt, list[ImageSpan]]:
-    """A prompt with its images encoded, and where they stand in it.
+def prompt_ids(
+    model: TextModel, prompt: PromptInput, images: Sequence[ImageSource] = ()
+) -> tuple[Tensor, list[ImageInput], list[ImageSpan]]:
+    """A prompt's ids, its images, and where they stand in it; nothing is computed.
 
     Raises:
-        InputError: an empty prompt, ids outside the vocabulary, images that do not fit; before anything is computed.
+        InputError: an empty prompt, ids outside the vocabulary, images that do not fit.
     """
     pictures = read_images(model, images)
     ids = encode(model, prompt, pictures) if isinstance(prompt, str) else as_ids(prompt, "prompt")
@@ -60,10 +61,23 @@ def read_prompt(
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         raise InputError(f"prompt: id {int(ids[outside][0])} is outside the vocabulary; legal: 0..{vocabulary - 1}")
-    made = image_prompt(model, ids, pictures)
+    if model.config.vision is not None:
+        check_spans(model.config, ids, pictures)
     starts = span_starts(ids, model.config.image_token_id, pictures) if pictures else []
     spans = [
         ImageSpan(start=start, end=start + picture.grid.tokens, digest=bytes.fromhex(picture.sha256))
         for start, picture in zip(starts, pictures, strict=True)
     ]
-    return made, spans
+    return ids, pictures, spans
+
+
+def read_prompt(
+    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = ()
+) -> tuple[Prompt, list[ImageSpan]]:
+    """A prompt with its images encoded, and where they stand in it.
+
+    Raises:
+        InputError: as `prompt_ids`, before anything is computed.
+    """
+    ids, pictures, spans = prompt_ids(model, prompt, images)
+    return image_prompt(model, ids, pictures), spans
