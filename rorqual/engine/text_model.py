@@ -40,6 +40,6 @@ class WithoutWeights:
         """
         folder = shipped_model() if path is None else path
         if not folder.is_dir():
-            raise InputError(f"model: {folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
+            raise InputError(f"model: {folder} is not a folder; a checkpoint is one, with config.json and safetensors")
         file = folder / "tokenizer.json"
         return cls(config=ModelConfig.from_json(folder), tokenizer=read_tokenizer(file) if file.exists() else None)

@@ -154,7 +154,9 @@ class DeadlineSection:
     def __post_init__(self) -> None:
         for name in ("start", "handover", "silent", "restart"):
             if not getattr(self, name) > 0:
-                raise InputError(f"cluster config: deadlines.{name}: {getattr(self, name)} is not legal; legal: above 0")
+                raise InputError(
+                    f"cluster config: deadlines.{name}: {getattr(self, name)} is not legal; legal: above 0"
+                )
         _at_least("deadlines.losses", self.losses, 1)
 
 

@@ -7,6 +7,7 @@ for long is dead: its runs end, their pages come back. Everything here happens o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -99,10 +100,8 @@ class Desks:
         desk.seen = self._clock()
         if not desk.reports:
             desk.ready.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(desk.ready.wait(), POLL_SECONDS)
-            except TimeoutError:
-                pass
         desk.seen, reports, desk.reports = self._clock(), tuple(desk.reports.values()), {}
         stats = None
         if desk.seen - desk.told >= STATS_SECONDS:

@@ -12,6 +12,7 @@ One thread calls it; workers' answers come by other threads into one queue that 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
@@ -24,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from rorqual.disagg.cluster.config import DeadlineSection
-from rorqual.disagg.cluster.entry import Entry, TextModel
+from rorqual.disagg.cluster.entry import Entry
 from rorqual.disagg.cluster.job import Bulletin, Facts, Job, Report
 from rorqual.disagg.cluster.placing import HELLO_SECONDS, Inquiry, Placing, Post
 from rorqual.disagg.cluster.told import Diverged, Told
@@ -34,6 +35,7 @@ from rorqual.engine.output import Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
 from rorqual.engine.stats import EngineStats
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import CapacityError, InputError
 from rorqual.log import logger
 
@@ -205,10 +207,8 @@ class Front:
         end = self._clock() + self._deadlines.start
         while self._clock() < end:
             self._greet()
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=STEP_SECONDS)()
-            except queue.Empty:
-                pass
             known = [post.facts for post in self._placing.of("decode") if post.facts is not None]
             if known:
                 return known[0]

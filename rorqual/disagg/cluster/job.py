@@ -77,9 +77,9 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bulletin:
-    """Everything that a worker has to say to one front. live: runs of this front that go on there."""
+    """What a worker has to say to one front. live: runs of that front that go on there. stats: now and then."""
 
     incarnation: str
     reports: tuple[Report, ...]
     live: frozenset[str]
-    stats: EngineStats
+    stats: EngineStats | None

@@ -38,9 +38,7 @@ class Loop:
         failed: called in the thread with what a step raised.
     """
 
-    def __init__(
-        self, stepped: Stepped, told: Callable[[Any], None], failed: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, stepped: Stepped, told: Callable[[Any], None], failed: Callable[[BaseException], None]) -> None:
         self._stepped, self._told, self._failed = stepped, told, failed
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._stopping = False

@@ -86,9 +86,7 @@ class Placing:
         """Those of a role that are up."""
         return [post for post in self.posts.values() if post.role == role and post.up]
 
-    def ask(
-        self, keys: Sequence[bytes], until: float, answered: Callable[[str, Future[Any]], None]
-    ) -> Inquiry:
+    def ask(self, keys: Sequence[bytes], until: float, answered: Callable[[str, Future[Any]], None]) -> Inquiry:
         """Ask every post of a role that has more than one. A choice of one needs no asking.
 
         until: when nobody waits on. answered: called with a post's name and its answer, in whatever thread that comes.

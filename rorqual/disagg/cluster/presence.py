@@ -57,9 +57,7 @@ def announced(name: str, *, address: str, token: str, master: str) -> Iterator[P
         InputError: another one runs under it, or the user's folder is somebody else's.
     """
     refuse_second(name)
-    own = Presence(
-        pid=os.getpid(), started=process_start(os.getpid()), address=address, token=token, master=master
-    )
+    own = Presence(pid=os.getpid(), started=process_start(os.getpid()), address=address, token=token, master=master)
     file = presence_file(name)
     for folder in (file.parent.parent, file.parent):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from rorqual.disagg.cluster.config import LOCAL, ClusterConfig, WorkerSection
-from rorqual.disagg.cluster.job import Facts
 from rorqual.disagg.cluster.placing import Post
 from rorqual.disagg.cluster.presence import announced, find, refuse_second
 from rorqual.errors import CapacityError, InputError
@@ -215,16 +214,12 @@ def _await(ray: Any, posts: list[Post], seconds: float) -> None:
             post.facts, post.stats = call.result(max(0.0, end - time.monotonic()))
             post.up = True
         except TimeoutError:
-            why = "no machine has room for it" if not _fits(ray, post) else "it is not ready"
-            raise CapacityError(f"cluster: {post.name} after {seconds:g} s: {why}") from None
+            free = {name: count for name, count in ray.available_resources().items() if name.isalpha()}
+            raise CapacityError(
+                f"cluster: {post.name} is not ready after {seconds:g} s; what Ray has free for it: {free}"
+            ) from None
         except ray.exceptions.RayError as error:
             raise InputError(f"cluster: {post.name} cannot start: {cause(error)}") from error
-
-
-def _fits(ray: Any, post: Post) -> bool:
-    """Ray has found a place for its actor."""
-    ready, _ = ray.wait([post.handle.begin("__ray_ready__")], timeout=0)
-    return bool(ready)
 
 
 def cause(error: BaseException) -> str:
@@ -241,8 +236,3 @@ def _master(config: ClusterConfig) -> Iterator[str]:
         return
     raise InputError("cluster config: store.master: 'local' is not legal yet; legal: host:port")
     yield ""
-
-
-def facts(posts: list[Post]) -> list[Facts]:
-    """Of those that have answered."""
-    return [post.facts for post in posts if post.facts is not None]

@@ -14,9 +14,12 @@ OF_ONE = ("page_bytes", "page_tokens")
 
 
 def totals(each: Sequence[EngineStats], *, waiting: int, requests: int, finished: int, aborted: int) -> EngineStats:
-    """Of workers of one model. waiting: requests that no worker has yet, beside theirs. The rest: as their front counts.
+    """Of workers of one model. Steps of different machines stand in the order of their own clocks.
 
-    Steps of different machines stand in the order of their own clocks.
+    Args:
+        each: as the workers told.
+        waiting: requests that no worker has yet, beside theirs.
+        requests, finished, aborted: as their front counts.
     """
     first = each[0]
     names = [own.name for own in fields(first) if type(getattr(first, own.name)) is int and own.name not in OF_ONE]

@@ -1,0 +1,178 @@
+"""The workers as Ray runs them: a process each, an event loop for calls, a thread for the model.
+
+A worker whose step fails ends its process, because nobody knows what its cache holds then; Ray starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from rorqual.disagg.cluster.build import engine_of, facts_of
+from rorqual.disagg.cluster.config import ClusterConfig
+from rorqual.disagg.cluster.desk import STATS_SECONDS, Desks
+from rorqual.disagg.cluster.job import Bulletin, Facts, Holding, Job, Report
+from rorqual.disagg.cluster.loop import Loop
+from rorqual.engine.output import Counts, Delta, RequestOutput
+from rorqual.engine.stats import EngineStats
+from rorqual.errors import RorqualError
+from rorqual.log import logger
+
+
+class DecodeActor:
+    """A decode worker. Its methods are what a `Handle` calls.
+
+    Args:
+        config: the cluster's.
+        name: the worker's.
+        master: of the store, where it has one.
+    """
+
+    def __init__(self, config: ClusterConfig, name: str, master: str = "") -> None:
+        self._config = config
+        self._engine = engine_of(config, config.decode, name, master)
+        self._facts = facts_of(self._engine, name, "decode", uuid.uuid4().hex)
+        self._stats = self._engine.stats()
+        self._counted = 0.0
+        self._desks = Desks(self._facts.incarnation, lambda: self._stats)
+        self._outputs: dict[str, RequestOutput] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._loop = Loop(self._engine, self._stepped, _end_process)
+
+    async def hello(self) -> tuple[Facts, EngineStats]:
+        """What it is, and how it does."""
+        self._begin()
+        return self._facts, self._stats
+
+    async def holding(self, keys: Sequence[bytes]) -> Holding:
+        """How much of a prefix it has, by its index as it is now."""
+        return Holding(held=len(self._engine.kv.pages.match(keys)), load=self._desks.runs)
+
+    async def decode(self, front: str, job: Job, parcel: Sequence[Any], source: str | None) -> None:
+        """Take a run. parcel: what its prefill worker gives, or nothing. source: that worker's name."""
+        self._begin()
+        self._desks.open(front, job.name)
+        self._tasks[job.name] = asyncio.create_task(self._enter(job, parcel))
+
+    async def abort(self, run: str) -> None:
+        """End a run, wherever it is, and say nothing of it."""
+        if (task := self._tasks.pop(run, None)) is not None:
+            task.cancel()
+        if self._desks.drop(run):
+            self._loop.call(lambda: self._leave(run))
+
+    async def poll(self, front: str) -> Bulletin:
+        """What there is to tell a front of its runs."""
+        self._begin()
+        return await self._desks.poll(front)
+
+    async def audit(self) -> EngineStats:
+        """Statistics of now, after a check that every page and slot is somebody's who is there.
+
+        Raises:
+            AssertionError: something leaked.
+        """
+
+        def look() -> EngineStats:
+            self._engine.check_integrity()
+            assert self._outputs.keys() == set(self._engine.live), "runs and requests differ"
+            return self._engine.stats()
+
+        return await asyncio.wrap_future(self._loop.call(look))
+
+    def _begin(self) -> None:
+        """Once there is an event loop."""
+        if self._events is None:
+            self._events = asyncio.get_running_loop()
+            self._sweep = self._events.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Runs of fronts that are gone end."""
+        seconds = self._config.deadlines.silent
+        while True:
+            await asyncio.sleep(seconds / 4)
+            for run in self._desks.deserted(seconds):
+                logger.warning("cluster: nobody asks for %s any more", run)
+                if (task := self._tasks.pop(run, None)) is not None:
+                    task.cancel()
+                self._loop.call(lambda run=run: self._leave(run))  # type: ignore[misc]
+
+    async def _enter(self, job: Job, parcel: Sequence[Any]) -> None:
+        """Wait for the parcel; with or without it, the engine has the run then."""
+        try:
+            await asyncio.wrap_future(self._loop.call(lambda: self._submit(job)))
+        except RorqualError as error:
+            self._refuse(job, error)
+        finally:
+            self._tasks.pop(job.name, None)
+
+    def _submit(self, job: Job) -> None:
+        """In the engine's thread. A run that was ended meanwhile is not begun."""
+        if job.name not in self._desks:
+            return
+        self._engine.submit(
+            list(job.ids),
+            job.params,
+            request=job.name,
+            priority=job.priority,
+            salt=job.salt,
+            images=job.images,
+            speculative=job.speculative,
+            prefill=job.prefill,
+        )
+        self._outputs[job.name] = self._engine.output(job.name)
+
+    def _refuse(self, job: Job, error: RorqualError) -> None:
+        """What the front let pass and the engine does not take ends the run."""
+        deltas = [
+            Delta(request=job.name, index=index, text="", token_ids=(), finish_reason="error", stopped_by=str(error))
+            for index in range(job.params.n)
+        ]
+        report = Report(name=job.name, deltas=tuple(deltas), counts=Counts(prompt=len(job.ids)))
+        self._desks.file([report], [job.name])
+
+    def _leave(self, run: str) -> None:
+        """In the engine's thread."""
+        if self._outputs.pop(run, None) is not None and run in self._engine:
+            self._engine.abort(run)
+        self._stats = self._engine.stats()
+
+    def _stepped(self, deltas: list[Delta]) -> None:
+        """In the engine's thread: what a step gave, as reports."""
+        now = time.monotonic()
+        if now - self._counted >= STATS_SECONDS or not self._engine.has_work:
+            self._counted, self._stats = now, self._engine.stats()
+        by_run: dict[str, list[Delta]] = {}
+        for delta in deltas:
+            by_run.setdefault(delta.request, []).append(delta)
+        reports, ended = [], []
+        for run, own in by_run.items():
+            output = self._outputs[run]
+            logprobs = output.prompt_logprobs
+            first = logprobs is not None and len(output.token_ids) == len(own[0].token_ids)
+            reports.append(
+                Report(
+                    name=run,
+                    deltas=tuple(own),
+                    counts=copy.deepcopy(output.counts),
+                    prompt_logprobs=tuple(logprobs) if first and logprobs is not None else None,
+                )
+            )
+            if output.finished:
+                ended.append(run)
+                del self._outputs[run]
+        if reports and self._events is not None:
+            self._events.call_soon_threadsafe(self._desks.file, reports, ended)
+
+
+def _end_process(error: BaseException) -> None:
+    os._exit(1)
+
+
+ROLES = {"decode": DecodeActor}
