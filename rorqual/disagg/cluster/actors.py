@@ -86,6 +86,10 @@ class DecodeActor:
 
         return await asyncio.wrap_future(self._loop.call(look))
 
+    def close(self) -> None:
+        """End after the step that runs, for a worker that is no process of its own."""
+        self._loop.close()
+
     def _begin(self) -> None:
         """Once there is an event loop."""
         if self._events is None:

@@ -74,13 +74,10 @@ class Told:
         start, had = again.tokens, len(own.token_ids)
         known = max(0, min(had - start, len(delta.token_ids)))
         again.tokens, again.text = start + len(delta.token_ids), again.text + delta.text
-        level = again.tokens >= had
-        agrees = again.text.startswith(own.text) or (not level and own.text.startswith(again.text))
-        if (
-            list(delta.token_ids[:known]) != own.token_ids[start : start + known]
-            or not agrees
-            or (delta.finish_reason is not None and not level)
-        ):
+        level = again.tokens >= had and again.text.startswith(own.text)
+        same_ids = list(delta.token_ids[:known]) == own.token_ids[start : start + known]
+        same_text = again.text.startswith(own.text) or own.text.startswith(again.text)
+        if not (same_ids and same_text and (level or delta.finish_reason is None)):
             raise Diverged
         if level:
             del self._behind[delta.index]
