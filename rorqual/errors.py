@@ -5,9 +5,10 @@ RorqualError
 ├── FormatError        a tensor that a number format cannot hold (NaN, Inf, wrong width)
 ├── CheckpointError    a checkpoint that is missing, truncated, or does not match the config
 ├── InputError         a prompt, image, option or file given by the caller
+├── HandoverError      a prompt's state that did not come from its prefill worker, or came damaged
 └── CapacityError      pages, slots or positions are used up
 
-All but CapacityError are ValueErrors, so a caller who knows nothing of Rorqual still catches them.
+All but the last two are ValueErrors, so a caller who knows nothing of Rorqual still catches them.
 Invariants of our own are `assert`, never one of these.
 """
 
@@ -32,6 +33,10 @@ class CheckpointError(RorqualError, ValueError):
 
 class InputError(RorqualError, ValueError):
     """Something handed in by the caller: ids, images, options, files."""
+
+
+class HandoverError(RorqualError):
+    """What a prefill worker handed over did not come in time, or is not what was sent; it names which part."""
 
 
 class CapacityError(RorqualError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -62,8 +62,9 @@ class Checkpoint:
         """The tensors below `prefix`; all scopes of this checkpoint share one account of what was taken."""
         return WeightScope(self._source, prefix)
 
-    def assert_all_taken(self) -> None:
-        self.scope().assert_all_taken()
+    def assert_all_taken(self, wanted: Callable[[str], bool] | None = None) -> None:
+        """wanted: names of those tensors that were to be taken, and no others; all, if not given."""
+        self.scope().assert_all_taken(wanted)
 
     def _file(self, path: Path) -> MappedFile:
         if path not in self._files:

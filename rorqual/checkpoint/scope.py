@@ -87,10 +87,16 @@ class WeightScope:
         self._source.random_reads(self._full(scale_name))
         return EngramTable(self._take(codes_name), self._take(scale_name), self._full(name))
 
-    def assert_all_taken(self) -> None:
-        """Every tensor below the prefix was taken; otherwise an assertion that names what is left."""
+    def assert_all_taken(self, wanted: Callable[[str], bool] | None = None) -> None:
+        """Every tensor below the prefix was taken; otherwise an assertion that names what is left.
+
+        wanted: of full names: which were to be taken. Of the others none was.
+        """
         below = self.prefix + "." if self.prefix else ""
-        left = [name for name in self._source.specs if name.startswith(below) and name not in self._source.taken]
+        names = [name for name in self._source.specs if name.startswith(below)]
+        extra = [name for name in names if wanted is not None and not wanted(name) and name in self._source.taken]
+        assert not extra, f"{len(extra)} tensors were not to be used: {', '.join(extra[:5])}"
+        left = [name for name in names if name not in self._source.taken and (wanted is None or wanted(name))]
         assert not left, f"{len(left)} tensors were never used: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}"
 
     def _full(self, name: str) -> str:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rorqual.cache.kv_cache import KVCache
+from rorqual.engine.handed import Handed, standing
 from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import Intake
 from rorqual.engine.memory import plan_engine, spelled
@@ -127,6 +129,11 @@ class Engine:
         self._stepper = Stepper(self.scheduler, self.runner, self.speculator, self._lives, self._log, clock)
 
     @property
+    def fingerprint(self) -> str:
+        """Of the model, as page keys carry it."""
+        return self._intake.fingerprint
+
+    @property
     def has_work(self) -> bool:
         """A step would do something."""
         return bool(self._lives)
@@ -168,6 +175,7 @@ class Engine:
         images: Sequence[ImageSource] = (),
         speculative: bool | None = None,
         prefill: str | None = None,
+        handed: Handed | None = None,
     ) -> str:
         """Let a request wait; its id.
 
@@ -179,15 +187,14 @@ class Engine:
             salt: of a tenant: two salts never share a page.
             images: one a span of image tokens, in order; of a text prompt they come before the text.
             speculative, prefill: the engine's unless given.
+            handed: what was computed of the prompt elsewhere; the request begins with it.
 
         Raises:
             InputError: what could never run, or is not legal, by name; nothing is queued.
             CapacityError: the queue is full.
         """
         params = params or SamplingParams()
-        speculative = self.speculative if speculative is None else speculative
-        if speculative and self.speculator is None:
-            raise InputError("speculative: this engine was made without; legal: False")
+        speculative = self._speculative(speculative)
         own = self._intake.request(
             self._name(request),
             prompt,
@@ -197,6 +204,7 @@ class Engine:
             speculative=speculative,
             prefill=check_choice("prefill", prefill or self.prefill, PREFILL_MODES),
             priority=priority,
+            handed=handed,
         )
         self.scheduler.submit(
             own.lives[0].key,
@@ -207,8 +215,27 @@ class Engine:
             logits_from=None if params.prompt_logprobs is None else 0,
             speculative=speculative,
             copies=params.n - 1,
+            standing=None if handed is None else standing(handed, self.model.config.sliding_window),
         )
         return self._enter(own)
+
+    def check(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        images: Sequence[ImageSource] = (),
+        speculative: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Refuse what `submit` would refuse whenever it came; nothing is queued or computed. options: of `submit`.
+
+        Raises:
+            InputError: as `submit`.
+        """
+        self._speculative(speculative)
+        tokens = self._intake.check(prompt, params, images)
+        self.scheduler.check(tokens, self._intake.budget(tokens, params), params.n - 1)
 
     def abort(self, request: str) -> RequestOutput:
         """End a request now; its pages and slots are free when this returns. Its output so far."""
@@ -339,6 +366,12 @@ class Engine:
         if len(lives) != 1:
             raise InputError(f"request: {request!r} has {len(lives)} completions; legal: 1")
         return lives[0]
+
+    def _speculative(self, asked: bool | None) -> bool:
+        speculative = self.speculative if asked is None else asked
+        if speculative and self.speculator is None:
+            raise InputError("speculative: this engine was made without; legal: False")
+        return speculative
 
     def _name(self, request: str | None) -> str:
         if request is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from rorqual.config import ModelConfig
 from rorqual.engine.sequence import Prompt
 from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
@@ -38,40 +38,42 @@ def read_images(model: TextModel, images: Sequence[ImageSource]) -> list[ImageIn
 
 
 def image_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput], tap: Tap | None = None) -> Prompt:
-    """Pair a prompt's image positions with images, in order, and encode them.
+    """Pair a prompt's image positions with images, in order, and encode them. Raises InputError as `spans_prompt`."""
+    made = spans_prompt(model, ids, images)
+    return replace(made, embeds=image_features(model, images, tap)) if images else made
 
-    Raises:
-        InputError: image tokens without an image, or a count that is not the images' own.
-    """
-    if model.vision is None:
-        return Prompt(ids=ids)
-    check_spans(model.config, ids, images)
-    if not images:
-        return Prompt(ids=ids)
+
+def image_features(model: Transformer, images: Sequence[ImageInput], tap: Tap | None = None) -> Tensor:
+    """Features [image positions, D] of at least one image."""
+    assert model.vision is not None
     with torch.inference_mode():
-        parts = [model.vision(image, _named(tap, n)) for n, image in enumerate(images)]
-    return Prompt(ids=ids, image=ids == model.config.image_token_id, embeds=torch.cat(parts))
+        return torch.cat([model.vision(image, _named(tap, n)) for n, image in enumerate(images)])
 
 
-def check_spans(config: ModelConfig, ids: Tensor, images: Sequence[ImageInput]) -> None:
-    """A prompt's image positions are those of its images, in order.
+def spans_prompt(model: TextModel, ids: Tensor, images: Sequence[ImageInput]) -> Prompt:
+    """Pair a prompt's image positions with images, in order; nothing is encoded.
 
     Raises:
         InputError: image tokens without an image, or a count that is not the images' own.
     """
-    mask = ids == config.image_token_id
+    if model.config.vision is None:
+        return Prompt(ids=ids)
+    mask = ids == model.config.image_token_id
     found, needed = int(mask.sum()), sum(i.grid.tokens for i in images)
     if found != needed:
         raise InputError(
-            f"image: the prompt has {found} image positions (id {config.image_token_id}), "
+            f"image: the prompt has {found} image positions (id {model.config.image_token_id}), "
             f"its {len(images)} images need {needed}"
         )
-    for start, image in zip(span_starts(ids, config.image_token_id, images), images, strict=True):
+    if not images:
+        return Prompt(ids=ids)
+    for start, image in zip(span_starts(ids, model.config.image_token_id, images), images, strict=True):
         if not bool(mask[start : start + image.grid.tokens].all()):
             raise InputError(
                 f"image: the span at position {start} is not the {image.grid.tokens} positions of its image; "
                 "images go in the order of their spans"
             )
+    return Prompt(ids=ids, image=mask)
 
 
 def span_starts(ids: Tensor, image_token_id: int, images: Sequence[ImageInput]) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rorqual.engine.grammar import Grammars, Matcher
+from rorqual.engine.handed import Handed
 from rorqual.engine.identity import fingerprint
 from rorqual.engine.images import ImageSource
 from rorqual.engine.output import Counts, RequestOutput, Times
@@ -48,15 +49,19 @@ class Intake:
         speculative: bool,
         prefill: str,
         priority: int,
+        handed: Handed | None = None,
     ) -> Request:
         """A request of `params.n` completions.
+
+        handed: what was computed of the prompt elsewhere; its images are then encoded only if they have to be.
 
         Raises:
             InputError: what is not legal, by name.
         """
         check_ids(params, self.model.config.vocab_size)
-        made, images_at = read_prompt(self.model, prompt, images)
+        made, images_at, features = read_prompt(self.model, prompt, images, lazy=handed is not None)
         ids = made.ids.tolist()
+        self._check_handed(handed, len(ids), params)
         chain = PrefixChain(root_key(self.fingerprint, self.page_tokens, salt), self.page_tokens, images_at)
         chain.extend(ids)
         own = Request(
@@ -64,16 +69,25 @@ class Intake:
             params=params,
             chain=chain,
             output=self._output(name, ids, params.prompt_logprobs is not None),
-            budget=new_tokens(len(ids), params, self.max_model_len),
+            budget=self.budget(len(ids), params),
             speculative=speculative,
             priority=priority,
             prefill="full" if params.prompt_logprobs is not None else prefill,
             ends=self._ends(params),
         )
-        tokens, matcher = Tokens(made), self.matcher(params)
+        tokens, matcher = Tokens(made, features), self.matcher(params)
         for index in range(params.n):
             self._live(own, tokens.fork(), matcher if matcher is None else matcher.fork(), index)
+        own.lives[0].handed = handed
         return own
+
+    def check(self, prompt: PromptInput, params: SamplingParams, images: Sequence[ImageSource]) -> int:
+        """Tokens of a prompt. Raises InputError as `request`, and encodes no image."""
+        check_ids(params, self.model.config.vocab_size)
+        made, _, _ = read_prompt(self.model, prompt, images, lazy=True)
+        self.budget(len(made), params)
+        self.matcher(params)
+        return len(made)
 
     def fork(self, parent: Live, name: str, params: SamplingParams) -> Request:
         """A request whose prompt is all that a completion has had so far."""
@@ -87,7 +101,7 @@ class Intake:
             params=params,
             chain=request.chain,
             output=self._output(name, ids, False),
-            budget=new_tokens(len(ids), params, self.max_model_len),
+            budget=self.budget(len(ids), params),
             speculative=request.speculative,
             priority=request.priority,
             prefill=request.prefill,
@@ -120,8 +134,20 @@ class Intake:
             prompt_logprobs=[None] * len(ids) if logprobs else None,
         )
 
+    def budget(self, prompt: int, params: SamplingParams) -> int:
+        """New tokens at most, after a prompt of so many. Raises InputError where there is room for none."""
+        return new_tokens(prompt, params, self.max_model_len)
+
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else {self.model.config.eos_token_id})
+
+    def _check_handed(self, handed: Handed | None, tokens: int, params: SamplingParams) -> None:
+        if handed is None:
+            return
+        if params.prompt_logprobs is not None:
+            raise InputError("prompt_logprobs: not legal for a prompt that was computed elsewhere; legal: None")
+        if handed.tokens != tokens:
+            raise InputError(f"handed: {handed.tokens} tokens for a prompt of {tokens}; legal: the prompt's own")
 
 
 def new_tokens(prompt: int, params: SamplingParams, limit: int) -> int:

@@ -52,15 +52,16 @@ class Completion:
 class Counts:
     """What a request cost, all of its completions together.
 
-    prompt, new: tokens. hit: prompt tokens found in the prefix index. replayed: of these, computed again for their
-    windows. computed: rows run, replayed and rejected ones included. layer_tokens: rows x layers. proposed: drafts
-    verified. accepted: by position, how often draft i stood. verifications: steps with drafts. preempted: times that it
-    lost its pages.
+    prompt, new: tokens. hit: prompt tokens found in the prefix index. handed: prompt tokens that were computed
+    elsewhere. replayed: of either, computed again for their windows. computed: rows run, replayed and rejected ones
+    included. layer_tokens: rows x layers. proposed: drafts verified. accepted: by position, how often draft i stood.
+    verifications: steps with drafts. preempted: times that it lost its pages.
     """
 
     prompt: int = 0
     new: int = 0
     hit: int = 0
+    handed: int = 0
     replayed: int = 0
     computed: int = 0
     layer_tokens: int = 0
@@ -77,7 +78,17 @@ class Counts:
             self.accepted[at] += 1
 
     def add(self, other: Counts) -> None:
-        for name in ("prompt", "new", "hit", "replayed", "computed", "layer_tokens", "proposed", "verifications"):
+        for name in (
+            "prompt",
+            "new",
+            "hit",
+            "handed",
+            "replayed",
+            "computed",
+            "layer_tokens",
+            "proposed",
+            "verifications",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.preempted += other.preempted
         self.accepted += [0] * (len(other.accepted) - len(self.accepted))

@@ -6,10 +6,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a request begins whose prompt was computed elsewhere; numbers as of `SequencePlan`.
+
+    kind: `replay`: rows from `start` on are computed again. `streams`: the decoder runs on rows from `start` on, all at
+    once. `rings`: nothing is left to run. See `rorqual.engine.handed`.
+    """
+
+    kind: str
+    start: int
+    write_floor: int
+    window_floor: int
+    decoder_floor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePlan:
     """Rows [start, end) of one request, as `model.step.SequenceStep` takes them.
 
     reset: the slot is somebody else's yet: it is to stand at `start`, with nothing below, before the step.
+    handed: pages and slot are to be filled with what was handed over, of this kind of `Standing`; "" for none.
     drafts: the last so many rows are proposals to verify.
     new_pages: what its block table grows by in this step; all of it with `reset`.
     logits_from: first row whose logits are wanted; `end` where none are.
@@ -22,6 +38,7 @@ class SequencePlan:
     slot: int
     new_pages: tuple[int, ...] = ()
     reset: bool = False
+    handed: str = ""
     drafts: int = 0
     write_floor: int = 0
     window_floor: int = 0
@@ -32,6 +49,11 @@ class SequencePlan:
     @property
     def rows(self) -> int:
         return self.end - self.start
+
+    @property
+    def encoder_rows(self) -> int:
+        """Of the rows, those that enter the model here."""
+        return 0 if self.handed in ("streams", "rings") else self.rows
 
     @property
     def logits(self) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from rorqual.engine.ids import as_ids
-from rorqual.engine.images import ImageSource, check_spans, image_prompt, read_images, span_starts
+from rorqual.engine.images import ImageSource, image_features, read_images, span_starts, spans_prompt
 from rorqual.engine.sequence import Prompt
 from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
@@ -47,10 +49,10 @@ def encode(model: TextModel, prompt: str, images: Sequence[ImageInput] = ()) -> 
     return torch.cat((torch.tensor([config.bos_token_id]), *spans, torch.tensor(text, dtype=torch.int64)))
 
 
-def prompt_ids(
+def place_prompt(
     model: TextModel, prompt: PromptInput, images: Sequence[ImageSource] = ()
-) -> tuple[Tensor, list[ImageInput], list[ImageSpan]]:
-    """A prompt's ids, its images, and where they stand in it; nothing is computed.
+) -> tuple[Prompt, list[ImageInput], list[ImageSpan]]:
+    """A prompt without image features, its images, and where they stand in it.
 
     Raises:
         InputError: an empty prompt, ids outside the vocabulary, images that do not fit.
@@ -61,23 +63,27 @@ def prompt_ids(
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         raise InputError(f"prompt: id {int(ids[outside][0])} is outside the vocabulary; legal: 0..{vocabulary - 1}")
-    if model.config.vision is not None:
-        check_spans(model.config, ids, pictures)
+    made = spans_prompt(model, ids, pictures)
     starts = span_starts(ids, model.config.image_token_id, pictures) if pictures else []
     spans = [
         ImageSpan(start=start, end=start + picture.grid.tokens, digest=bytes.fromhex(picture.sha256))
         for start, picture in zip(starts, pictures, strict=True)
     ]
-    return ids, pictures, spans
+    return made, pictures, spans
 
 
 def read_prompt(
-    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = ()
-) -> tuple[Prompt, list[ImageSpan]]:
-    """A prompt with its images encoded, and where they stand in it.
+    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = (), lazy: bool = False
+) -> tuple[Prompt, list[ImageSpan], Callable[[], Tensor] | None]:
+    """A prompt with its images encoded, where they stand in it, and None.
+
+    lazy: gives the prompt without features, and in the last place what computes them, if it has images.
 
     Raises:
-        InputError: as `prompt_ids`, before anything is computed.
+        InputError: as `place_prompt`, before anything is computed.
     """
-    ids, pictures, spans = prompt_ids(model, prompt, images)
-    return image_prompt(model, ids, pictures), spans
+    made, pictures, spans = place_prompt(model, prompt, images)
+    features = partial(image_features, model, pictures) if pictures else None
+    if features is None or lazy:
+        return made, spans, features
+    return replace(made, embeds=features()), spans, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rorqual.engine.plan import Standing
 from rorqual.pool.prefix import PrefixChain
 
 
@@ -15,8 +16,9 @@ class Track:
     id, priority, arrival: as submitted; a lower priority is served earlier, then a lower arrival.
     chain: keys of the tokens known: the prompt, and what was accepted since.
     limit: positions that it may ever have in the cache.
-    prefill: "ced" or "full". logits_from: first prompt position whose logits are wanted (prompt log-probabilities),
-        None for the last known token's alone.
+    prefill: "ced" or "full", or "encoder": the decoder never runs.
+    logits_from: first prompt position whose logits are wanted (prompt log-probabilities), None for the last known
+        token's alone.
     speculative: proposals may be verified.
     computed: positions that stand in the cache; those of a fresh or preempted request are 0.
     proposed: drafts that wait for their verification.
@@ -46,6 +48,8 @@ class Track:
     """A step has reset its slot."""
     copies: int = 0
     """Forks to come at the end of its prefill."""
+    standing: Standing | None = None
+    """Where it begins, with what was handed over; None once it has, or has lost that."""
 
     @property
     def tokens(self) -> int:
@@ -77,6 +81,7 @@ class Track:
             told=0,
             begun=False,
             copies=0,
+            standing=None,
         )
 
 

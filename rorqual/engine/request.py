@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rorqual.engine.handed import Handed
 from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.sampler import Sampler
@@ -51,6 +52,8 @@ class Live:
     ) -> None:
         self.request, self.key, self.tokens, self.sampler = request, key, tokens, sampler
         self.drafts = NO_DRAFTS
+        self.handed: Handed | None = None
+        """What it begins with, until it has begun."""
         self.completion = Completion(index=len(request.output.completions))
         self._make = detokenizer
         request.output.completions.append(self.completion)

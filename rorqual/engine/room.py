@@ -57,6 +57,15 @@ class Room:
             return taken
         return self.take_short(rows)
 
+    def take_whole(self, rows: int) -> int:
+        """Rows that run at once or not in this step: all, or 0. More than `SHORT_SEGMENT` share nobody's products."""
+        if rows <= min(SHORT_SEGMENT, self._short):
+            return self.take_short(rows)
+        if self._long < self._chunk:
+            return 0
+        self._long = 0
+        return rows
+
     def take_short(self, rows: int) -> int:
         """Decode and verification rows to plan, whatever a chunk is."""
         taken = min(rows, self._short)

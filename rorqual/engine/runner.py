@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.kv_cache import KVCache
+from rorqual.engine.handed import Handed, put_in
 from rorqual.engine.plan import SequencePlan, StepPlan
 from rorqual.engine.sequence import compressed_before
 from rorqual.engine.tokens import Tokens
@@ -18,6 +19,8 @@ from rorqual.model.forward import forward
 from rorqual.model.step import SequenceOutput, SequenceStep
 from rorqual.model.transformer import Transformer
 from rorqual.pool.manager import Fork
+
+_NOTHING = SequenceOutput(first=0, end=0, logits=None, main_hidden=None)
 
 
 class Runner:
@@ -35,7 +38,11 @@ class Runner:
         self._tables = [nothing for _ in cache.slots.states]
 
     def run(
-        self, plan: StepPlan, tokens: Mapping[str, Tokens], drafts: Mapping[str, Sequence[int]] | None = None
+        self,
+        plan: StepPlan,
+        tokens: Mapping[str, Tokens],
+        drafts: Mapping[str, Sequence[int]] | None = None,
+        handed: Mapping[str, Handed] | None = None,
     ) -> list[SequenceOutput]:
         """The outputs of a step's sequences, in their order.
 
@@ -43,9 +50,22 @@ class Runner:
             plan: not empty.
             tokens: of every request in it.
             drafts: the proposals that its verification rows take; at least as many as they are.
+            handed: what requests begin with whose plan says so.
         """
-        steps = [self._step(own, tokens[own.request], (drafts or {}).get(own.request, ())) for own in plan.sequences]
-        outputs = forward(self.model, self.cache, steps)
+        steps, at, outputs = [], [], [_NOTHING] * len(plan.sequences)
+        for i, own in enumerate(plan.sequences):
+            given = (handed or {})[own.request] if own.handed else None
+            if own.reset:
+                self._begin(own, tokens[own.request], given)
+            if own.handed == "rings":
+                assert given is not None and given.logits_V is not None
+                logits = given.logits_V.to(self.model.device)[None]
+                outputs[i] = SequenceOutput(first=own.end, end=own.end, logits=logits, main_hidden=None)
+                continue
+            at.append(i)
+            steps.append(self._step(own, tokens[own.request], (drafts or {}).get(own.request, ())))
+        for i, output in zip(at, forward(self.model, self.cache, steps) if steps else (), strict=True):
+            outputs[i] = output
         self.layer_tokens += sum(
             self.layers_run(own, output) for own, output in zip(plan.sequences, outputs, strict=True)
         )
@@ -53,7 +73,7 @@ class Runner:
 
     def layers_run(self, plan: SequencePlan, output: SequenceOutput) -> int:
         """Rows x layers that ran for one sequence of a step."""
-        return plan.rows * self._encoder + (output.end - output.first) * self._decoder
+        return plan.encoder_rows * self._encoder + (output.end - output.first) * self._decoder
 
     def fork(self, made: Fork, pages: Sequence[int]) -> None:
         """Copy private state, and a last page that is not full. pages: the child's block table."""
@@ -67,15 +87,21 @@ class Runner:
         """Forget a slot's positions >= `position`: rejected drafts."""
         self.cache.slots.states[slot].rewind(position)
 
-    def _step(self, plan: SequencePlan, tokens: Tokens, drafts: Sequence[int]) -> SequenceStep:
-        if plan.reset:
-            before = compressed_before(self.model, tokens.cut(0, plan.start), plan.start)
+    def _begin(self, plan: SequencePlan, tokens: Tokens, given: Handed | None) -> None:
+        """Let a slot stand where its plan starts, or where what was handed over ends."""
+        if plan.encoder_rows:
+            before = compressed_before(self.model, tokens.known(plan.start), plan.start)
             self.cache.slots.begin(plan.slot, plan.start, before)
-        fed = tokens.cut(plan.start, plan.end, drafts[: plan.drafts])
-        assert len(fed) == plan.rows, f"{plan.request}: {len(fed)} tokens for {plan.rows} rows"
+        if given is not None:
+            put_in(given, self.model, self.cache, plan.slot, self._table(plan), tokens.known(plan.end))
+
+    def _step(self, plan: SequencePlan, tokens: Tokens, drafts: Sequence[int]) -> SequenceStep:
+        start = plan.end - plan.encoder_rows
+        fed = tokens.cut(start, plan.end, drafts[: plan.drafts])
+        assert len(fed) == plan.encoder_rows, f"{plan.request}: {len(fed)} tokens for {plan.encoder_rows} rows"
         return SequenceStep(
             tokens_n=fed.ids,
-            start=plan.start,
+            start=start,
             slot=plan.slot,
             block_table=self._table(plan),
             image_n=fed.image,

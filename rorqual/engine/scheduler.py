@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rorqual.engine.plan import SequencePlan, StepPlan
+from rorqual.engine.plan import SequencePlan, Standing, StepPlan
 from rorqual.engine.queue import Track, WaitingQueue
 from rorqual.engine.room import Room, SchedulerLimits
 from rorqual.errors import CapacityError, InputError
@@ -73,25 +73,19 @@ class Scheduler:
         logits_from: int | None = None,
         speculative: bool = False,
         copies: int = 0,
+        standing: Standing | None = None,
     ) -> Track:
         """Let a request wait. chain: of its prompt, extended by `accepted` from then on. new_tokens: at most.
 
         copies: forks that will be made of it at the end of its prefill, for which slots are kept free.
+        standing: where it begins with what was handed over. If it loses that, it computes its prompt.
 
         Raises:
             InputError: it could never run.
             CapacityError: too many wait already. Nothing is queued.
         """
         assert request not in self, f"{request} is there already"
-        # The last token is sampled and never computed.
-        limit = len(chain) + new_tokens - 1
-        if not len(chain) or new_tokens < 1:
-            raise InputError(f"prompt: {len(chain)} tokens with {new_tokens} new ones; legal: at least 1 of each")
-        if not self.kv.fits(limit):
-            room = self.kv.pages.pages * self.kv.page_tokens
-            raise InputError(f"prompt: {len(chain)} tokens with {new_tokens} new ones never fit the cache's {room}")
-        if copies >= self.kv.slots.slots:
-            raise InputError(f"n: {copies + 1} completions at once need as many slots; there are {self.kv.slots.slots}")
+        limit = self.check(len(chain), new_tokens, copies)
         if self.limits.waiting is not None and len(self._waiting) >= self.limits.waiting:
             raise CapacityError(f"queue: {len(self._waiting)} requests wait already, which is the limit")
         track = Track(
@@ -104,9 +98,23 @@ class Scheduler:
             logits_from=logits_from,
             speculative=speculative,
             copies=copies,
+            standing=standing,
         )
         self._wait(track)
         return track
+
+    def check(self, tokens: int, new_tokens: int, copies: int = 0) -> int:
+        """Refuse what could never run: InputError. Positions that a request of so many tokens may ever have."""
+        # The last token is sampled and never computed.
+        limit = tokens + new_tokens - 1
+        if not tokens or new_tokens < 1:
+            raise InputError(f"prompt: {tokens} tokens with {new_tokens} new ones; legal: at least 1 of each")
+        if not self.kv.fits(limit):
+            room = self.kv.pages.pages * self.kv.page_tokens
+            raise InputError(f"prompt: {tokens} tokens with {new_tokens} new ones never fit the cache's {room}")
+        if copies >= self.kv.slots.slots:
+            raise InputError(f"n: {copies + 1} completions at once need as many slots; there are {self.kv.slots.slots}")
+        return limit
 
     def step(self) -> StepPlan:
         """The next step; falsy when there is nothing to do. Its results come back by `accepted`, or `abort`."""
@@ -132,6 +140,12 @@ class Scheduler:
         """The rows of a prefill chunk stand in the cache; no token came of it."""
         track = self._running[plan.request]
         assert plan.end < track.tokens
+        self._stands(track, plan, plan.end)
+
+    def held(self, plan: SequencePlan) -> None:
+        """The whole prompt stands in the cache, and that is all: it keeps slot and pages, and runs no more rows."""
+        track = self._running[plan.request]
+        assert plan.end == track.tokens
         self._stands(track, plan, plan.end)
 
     def accepted(self, plan: SequencePlan, ids: list[int], proposed: int = 0) -> None:
@@ -203,6 +217,7 @@ class Scheduler:
         track = self.track(request)
         assert 0 < position <= track.tokens
         track.chain.truncate(position)
+        track.standing = None
         self.preempt(request)
 
     def preempt(self, request: str) -> None:
@@ -216,7 +231,7 @@ class Scheduler:
         assert self.kv.slots.slots - self.kv.slots.free == len(self._running)
         for track in self._running.values():
             assert track.slot is not None and track.id in self.kv
-            assert 0 <= track.computed < track.tokens <= track.limit + 1
+            assert 0 <= track.computed <= track.tokens <= track.limit + 1
         assert all(track.slot is None and track.id not in self.kv for track in self._waiting)
 
     def _plan(self, track: Track, room: Room, plans: list[SequencePlan], preempted: list[str]) -> None:
@@ -224,6 +239,9 @@ class Scheduler:
         tokens = track.tokens
         known = tokens + (track.proposed if track.decoding else 0)
         take = room.take_short if track.decoding else room.take
+        handed = "" if track.standing is None else track.standing.kind
+        if handed in ("streams", "rings"):
+            take = room.take_whole
         end = track.computed + take(min(known, track.limit) - track.computed)
         if end == track.computed:
             return
@@ -245,15 +263,16 @@ class Scheduler:
                 slot=self.kv.slot(track.id),
                 new_pages=pages,
                 reset=not track.begun,
+                handed=handed,
                 drafts=max(0, end - tokens),
                 write_floor=track.write_floor,
                 window_floor=track.window_floor,
                 decoder_floor=track.decoder_floor,
-                run_decoder=track.prefill == "full" or reached,
+                run_decoder=track.prefill == "full" or (reached and track.prefill == "ced"),
                 logits_from=min(first, end) if reached or track.logits_from is not None else end,
             )
         )
-        track.told, track.begun = track.told + len(pages), True
+        track.told, track.begun, track.standing = track.told + len(pages), True, None
 
     def _wait(self, track: Track) -> None:
         self._arrivals += 1
@@ -264,24 +283,32 @@ class Scheduler:
         kept = sum(track.copies for track in self._running.values())
         for track in self._waiting.ordered(self._steps):
             # Logits of the prompt are computed, and so is the prompt.
-            keys = track.chain.keys if track.logits_from is None else []
+            keys = track.chain.keys if track.logits_from is None and track.standing is None else []
             if self.kv.slots.free <= kept + track.copies or not self.kv.admits(keys, track.tokens, track.tokens):
                 return None  # nobody overtakes: what is free is being saved for it
             found = self.kv.admit(track.id, keys, track.tokens, track.tokens)
             self._waiting.remove(track)
-            start = found.hit - (self._replay(found.hit, track.tokens, track.prefill) if found.hit else 0)
             track.slot, track.told, track.begun, track.target = found.slot, 0, False, track.tokens
-            track.computed, track.write_floor, track.window_floor = start, found.hit, start
-            late = track.target - self.kv.window  # what of a CED prefill the decoder runs on
-            track.decoder_floor = start if track.prefill == "full" else late if late > start else 0
+            self._begin(track, found.hit)
             self._running[track.id] = track
             return track
         return None
 
+    def _begin(self, track: Track, hit: int) -> None:
+        """Where an admitted request starts to compute, and its floors."""
+        if (given := track.standing) is not None:
+            track.computed, track.write_floor = given.start, given.write_floor
+            track.window_floor, track.decoder_floor = given.window_floor, given.decoder_floor
+            return
+        start = hit - (self._replay(hit, track.tokens, track.prefill) if hit else 0)
+        track.computed, track.write_floor, track.window_floor = start, hit, start
+        late = track.target - self.kv.window  # what of a CED prefill the decoder runs on
+        track.decoder_floor = start if track.prefill == "full" else late if late > start else 0
+
     def _preempt(self, track: Track, preempted: list[str]) -> None:
         del self._running[track.id]
         self.kv.release(track.id)
-        track.slot, track.computed, track.proposed = None, 0, 0
+        track.slot, track.computed, track.proposed, track.standing = None, 0, 0, None
         self._waiting.add(track, self._steps)
         self.preemptions += 1
         preempted.append(track.id)

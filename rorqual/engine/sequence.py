@@ -27,7 +27,8 @@ REPLAY_MODES = ("bounded", "exact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """ids int64 [N]; image: bool [N], positions of image spans; embeds [image positions, D], in order."""
+    """ids int64 [N]; image: bool [N], positions of image spans; embeds [image positions, D], in order, or None while
+    nobody has computed them."""
 
     ids: Tensor
     image: Tensor | None = None
@@ -39,7 +40,7 @@ class Prompt:
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(ids, image mask, features) of positions [start, end)."""
         if self.image is None or self.embeds is None:
-            return self.ids[start:end], None, None
+            return self.ids[start:end], None if self.image is None else self.image[start:end], None
         before, inside = int(self.image[:start].sum()), int(self.image[start:end].sum())
         return self.ids[start:end], self.image[start:end], self.embeds[before : before + inside]
 

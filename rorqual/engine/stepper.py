@@ -64,7 +64,7 @@ class Stepper:
         times = [self._clock()]
         plan = self.scheduler.step()
         for key in plan.preempted:
-            self._lives[key].drafts = NO_DRAFTS
+            self._lives[key].drafts, self._lives[key].handed = NO_DRAFTS, None
             self._lives[key].request.counts.preempted += 1
         if not plan:
             return []
@@ -74,7 +74,10 @@ class Stepper:
             plan,
             {own.request: self._lives[own.request].tokens for own in plan.sequences},
             {own.request: self._lives[own.request].drafts.ids for own in plan.sequences},
+            {own.request: given for own in plan.sequences if (given := self._lives[own.request].handed) is not None},
         )
+        for own in plan.sequences:
+            self._lives[own.request].handed = None
         times.append(self._clock())
         results = self._choose(plan, outputs, times[-1])
         times.append(self._clock())
@@ -93,8 +96,11 @@ class Stepper:
             request = self._lives[own.request].request
             if own.reset:
                 if request.times.admitted is None:
-                    request.times.admitted, request.counts.hit = now, own.write_floor
-                request.counts.replayed += max(0, own.write_floor - own.start)
+                    request.times.admitted = now
+                    request.counts.hit = 0 if own.handed else own.write_floor
+                    request.counts.handed = request.counts.prompt if own.handed else 0
+                if own.encoder_rows:
+                    request.counts.replayed += max(0, own.write_floor - own.start)
 
     def _choose(self, plan: StepPlan, outputs: list[SequenceOutput], now: float) -> list[Result]:
         results = [
@@ -113,7 +119,7 @@ class Stepper:
                 at += count
         for result in results:
             counts, own = result.live.request.counts, result.plan
-            counts.computed += own.rows
+            counts.computed += own.encoder_rows
             counts.layer_tokens += self.runner.layers_run(own, result.output)
             if result.live.request.output.prompt_logprobs is not None:
                 self._prompt_logprobs(result)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rorqual.config import ModelConfig, Part
-from rorqual.model.layer import Layer
+from rorqual.formats.weights import Weight
+from rorqual.model.layer import Layer, Seam
 from rorqual.model.rope import frequencies
 from rorqual.model.rows import Rows
 from rorqual.model.run import NOT_YET, Carry, Run
@@ -29,25 +30,42 @@ def copy_mean(x_TSD: Tensor) -> Tensor:
 
 
 class Backbone(nn.Module):
-    """Embedding, layers in two parts, output norm and head."""
+    """Embedding, layers in two parts, output norm and head.
 
-    def __init__(self, config: ModelConfig, scope: Scope) -> None:
+    encoder_only: neither decoder nor norm nor head; of the decoder's first layer, the global KV.
+    """
+
+    norm: Tensor
+    head: Weight
+
+    def __init__(self, config: ModelConfig, scope: Scope, encoder_only: bool = False) -> None:
         super().__init__()
         self.config = config
         self.eps = config.rms_norm_eps
         self.freqs = (frequencies(config, False), frequencies(config, True))
         self.embed = scope.tensor("embed.weight")
-        self.norm = scope.param("norm.weight")
-        self.head = scope.weight("head")
+        parts = (Part.ENCODER,) if encoder_only else (Part.ENCODER, Part.DECODER)
         layers = [
             Layer(config, role, self.freqs, scope.scope(f"layers.{role.layer_id}"))
             for role in config.roles
-            if role.part is not Part.DRAFT
+            if role.part in parts
         ]
+        self.source = None
+        if encoder_only:
+            role = config.roles[config.decoder_start]
+            self.source = Seam(config, role, self.freqs, scope.scope(f"layers.{role.layer_id}"))
+        else:
+            self.norm = scope.param("norm.weight")
+            self.head = scope.weight("head")
         self.encoder = nn.ModuleList(layers[: config.decoder_start])
         self.decoder = nn.ModuleList(layers[config.decoder_start :])
         self._packed: Any = NOT_YET
         self.targets = set(config.dspark_target_layer_ids) if config.num_nextn_predict_layers else set()
+
+    @property
+    def has_seam(self) -> bool:
+        """Some layers are the decoder's, whether they were loaded or not."""
+        return bool(self.decoder) or self.source is not None
 
     def run_layers(
         self, layers: nn.ModuleList, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, carry: Carry, run: Run
@@ -66,8 +84,8 @@ class Backbone(nn.Module):
 
     def seam(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:
         """The last source's global KV for every row: eq. (1) of the report, C = H W^KV on the encoder's output."""
-        first = self.decoder[0]
-        assert isinstance(first, Layer)
+        first = self.source or self.decoder[0]
+        assert isinstance(first, Layer | Seam)
         first.write_global(x_TSD, pre_TS, rows, run)
 
     def hidden(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> Tensor:

@@ -60,7 +60,7 @@ def forward(
     Raises:
         InputError: ids outside the vocabulary, positions past the model's, two steps of one slot.
     """
-    check_steps(model, steps)
+    check_steps(model, steps, cache)
     steps = [step.to(model.device) for step in steps]
     ops = model.backend.ops()
     kv = PagedKV(model.config, cache, ops, model.numerics.native)
@@ -68,9 +68,10 @@ def forward(
     if run.regions is not None:
         run.short = ShortLayers(kv, run.regions)
     with torch.inference_mode():
-        flow = enter(model, cache, steps, run)
-        body = model.backbone
-        flow.x, flow.pre = body.run_layers(body.encoder, flow.x, flow.pre, flow.rows, flow.carry, run)
+        body, flow = model.backbone, None
+        if any(s.end > s.start for s in steps):
+            flow = enter(model, cache, steps, run)
+            flow.x, flow.pre = body.run_layers(body.encoder, flow.x, flow.pre, flow.rows, flow.carry, run)
         kept = cross(model, cache, steps, flow, run)
         if kept is None:
             advance_encoder(cache, steps)
@@ -82,13 +83,17 @@ def forward(
         return finish(model, steps, kept, run)
 
 
-def check_steps(model: Transformer, steps: Sequence[SequenceStep]) -> None:
+def check_steps(model: Transformer, steps: Sequence[SequenceStep], cache: KVCache) -> None:
     """Refuse what would index outside a tensor, by name."""
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
     if len({s.slot for s in steps}) != len(steps):
         raise InputError("steps: a slot appears twice in one step; a slot holds one sequence")
     for step in steps:
         ids = step.tokens_n
+        if step.run_decoder and not model.has_decoder:
+            raise InputError("model: it was loaded without its decoder, which only prefills")
+        if ids.numel() == 0 and step.run_decoder and cache.slots.states[step.slot].pending is not None:
+            continue
         if ids.numel() == 0:
             raise InputError("ids: empty; a step needs at least 1 token")
         numbers = ids.tolist()
@@ -101,7 +106,7 @@ def check_steps(model: Transformer, steps: Sequence[SequenceStep]) -> None:
 
 def enter(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], run: Run) -> Flow:
     """Rows of every step (short segments first), their embeddings and n-gram rows."""
-    order = short_first([s.end - s.start for s in steps])
+    order = [i for i in short_first([s.end - s.start for s in steps]) if steps[i].end > steps[i].start]
     segments, row = [], 0
     for i in order:
         step = steps[i]
@@ -167,31 +172,56 @@ def ngram_rows(model: Transformer, cache: KVCache, step: SequenceStep, run: Run)
     return found
 
 
-def cross(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flow: Flow, run: Run) -> Flow | None:
+def cross(
+    model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flow: Flow | None, run: Run
+) -> Flow | None:
     """Narrow to the rows whose decoder runs now; the rest write global KV at the seam and wait in their slot."""
-    if not model.backbone.decoder:
+    if flow is not None and not model.backbone.has_seam:
         return flow
     whole = all(
         s.run_decoder and s.start >= s.decoder_floor and cache.slots.states[s.slot].pending is None for s in steps
     )
-    if whole:
+    if flow is not None and whole:
         placed = [steps[i].decoder_floor for i in flow.order]
         segments = [replace(seg, window_floor=floor) for seg, floor in zip(flow.rows.segments, placed, strict=True)]
         rows = replace(flow.rows, segments=tuple(segments))
         return Flow(flow.order, rows, flow.x, flow.pre, flow.carry)
+    kept = [] if flow is None else _narrow(model, cache, steps, flow, run)
+    kept += _waiting(cache, steps)
+    if not kept:
+        return None
+    return _kept_flow(model, steps, [kept[i] for i in short_first([c.end - c.start for _, _, c in kept])])
+
+
+def _narrow(
+    model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flow: Flow, run: Run
+) -> list[tuple[int, Segment, Crossing]]:
+    """Of the rows that ran through the encoder, those whose decoder runs now."""
     model.backbone.seam(flow.x, flow.pre, flow.rows, run)
-    kept: list[tuple[int, Segment, Crossing]] = []
+    kept = []
     for at, seg in zip(flow.order, flow.rows.segments, strict=True):
         step, state = steps[at], cache.slots.states[seg.slot]
         crossing = _collect(flow, seg, state)
         if step.run_decoder:
             state.pending = None
-            kept.append((at, seg, crossing.last(step.decoder_floor)))
+            kept.append((at, replace(seg, write_floor=seg.end), crossing.last(step.decoder_floor)))
         else:
             state.pending = crossing.last(step.end - model.config.sliding_window).clone()
-    if not kept:
-        return None
-    return _kept_flow(model, steps, [kept[i] for i in short_first([c.end - c.start for _, _, c in kept])])
+    return kept
+
+
+def _waiting(cache: KVCache, steps: Sequence[SequenceStep]) -> list[tuple[int, Segment, Crossing]]:
+    """Rows that only wait for their decoder: their encoder ran elsewhere."""
+    kept = []
+    for at, step in enumerate(steps):
+        if step.end > step.start:
+            continue
+        state = cache.slots.states[step.slot]
+        crossing, state.pending = state.pending, None
+        where = {"slot": step.slot, "block_table": step.block_table}
+        floors = {"write_floor": step.write_floor, "window_floor": step.window_floor}
+        kept.append((at, Segment(row_start=0, row_end=0, start=step.end, end=step.end, **where, **floors), crossing))
+    return kept
 
 
 def _collect(flow: Flow, seg: Segment, state: SlotState) -> Crossing:
@@ -228,6 +258,9 @@ def advance_encoder(cache: KVCache, steps: Sequence[SequenceStep]) -> None:
     """The encoder's rings, tails and history now hold the steps' positions."""
     for step in steps:
         state = cache.slots.states[step.slot]
+        if step.start == step.end:  # the decoder's first layer may have pooled rows
+            state.tail.advance(state.tail.hi, step.end)
+            continue
         for span in (state.encoder, state.tail, state.history):
             span.advance(step.start, step.end)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rorqual.config import LayerRole, ModelConfig, Part
 from rorqual.model.attention import Attention
+from rorqual.model.compressor import Compressor
 from rorqual.model.engram import Engram
 from rorqual.model.moe import MoE
 from rorqual.model.rows import Rows
@@ -91,7 +92,7 @@ class Layer(nn.Module):
 
     def collapse(self, x_TSD: Tensor, pre_TS: Tensor, norm: Tensor, run: Run) -> Tensor:
         """Weighted sum of the copies, rounded, then normed: a sub-layer's input [T, D]."""
-        return run.norm(run.numerics.round(run.ops.hyper_collapse(x_TSD, pre_TS)), norm, self.eps)
+        return collapse(x_TSD, pre_TS, norm, self.eps, run)
 
     def forward(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, carry: Carry, run: Run) -> tuple[Tensor, Tensor]:
         """(stream, pre) entering the block -> (stream, pre) leaving it."""
@@ -169,6 +170,31 @@ class Layer(nn.Module):
         if kind == "attn":
             pre = run.record(f"{name}.attn_pre", pre, rows)
         return x_TSD, run.record(f"{name}.{kind}_in", self.collapse(x_TSD, pre_TS, norm, run), rows), pre, post, comb
+
+
+class Seam(nn.Module):
+    """Of the decoder's first layer, what an encoder alone needs: the global KV that all later layers read."""
+
+    TENSORS = ("engram.", "attn_norm.", "attn.compressor.", "attn.indexer.wk.", "attn.indexer.k_norm.")
+    """Beginnings of the names of its tensors, below the layer's."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, freqs: tuple[Tensor, Tensor], scope: Scope) -> None:
+        super().__init__()
+        self.name, self.eps = f"layers.{role.layer_id}", config.rms_norm_eps
+        self.engram = Engram(config, role, scope.scope("engram")) if role.engram_index is not None else None
+        self.attn_norm = scope.param("attn_norm.weight")
+        self.compressor = Compressor(config, role, freqs, scope.scope("attn"))
+
+    def write_global(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:
+        """`Layer.write_global`."""
+        if self.engram is not None:
+            x_TSD = self.engram.forward(x_TSD, rows, run, self.name)
+        self.compressor(collapse(x_TSD, pre_TS, self.attn_norm, self.eps, run), rows, run)
+
+
+def collapse(x_TSD: Tensor, pre_TS: Tensor, norm: Tensor, eps: float, run: Run) -> Tensor:
+    """Weighted sum of the copies, rounded, then normed [T, D]."""
+    return run.norm(run.numerics.round(run.ops.hyper_collapse(x_TSD, pre_TS)), norm, eps)
 
 
 def _rounded(entered: Sequence[Tensor], run: Run) -> Entered:

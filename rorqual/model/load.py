@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from rorqual.errors import CheckpointError, InputError
 from rorqual.layout import PAGE_TOKENS
 from rorqual.model.ngram import compressed_token_map, identity_token_map
 from rorqual.model.numerics import Numerics
-from rorqual.model.transformer import Transformer
+from rorqual.model.transformer import PARTS, Transformer, of_encoder
 from rorqual.ops.dispatch import Backend
 from rorqual.ops.memory import STEP_BYTES, keep_freed_memory
 
@@ -29,6 +30,7 @@ def load(
     page_tokens: int = PAGE_TOKENS,
     kernels: str = "auto",
     config: ModelConfig | None = None,
+    part: str = "all",
 ) -> Transformer:
     """Open a checkpoint in the release's layout and build its model; weights stay packed and memory-mapped.
 
@@ -44,6 +46,8 @@ def load(
             kernels are Triton's, and "auto" takes the twins where it is not installed.
         config: read the same weights as this model instead of the folder's own: other cache formats, or no candidate
             pool (`ModelConfig.from_json(folder).without("candidates")`). Its tensors must be the folder's.
+        part: "all", or "encoder": what a prefill worker runs. Names, shapes and dtypes of all tensors are checked; what
+            decoder, drafts and head hold is never read.
 
     Raises:
         InputError, ConfigError, CheckpointError: one line that names the thing and the legal values.
@@ -51,17 +55,21 @@ def load(
     folder = shipped_model() if path is None else Path(path)
     if not folder.is_dir():
         raise InputError(f"model: {folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
+    if part not in PARTS:
+        raise InputError(f"part: {part!r} is not legal; legal: {', '.join(PARTS)}")
     place = chosen_device(device)
     mode = Numerics(name=numerics)
     backend = Backend(kernels, place)
     config = config or ModelConfig.from_json(folder)
+    if part == "encoder" and config.decoder_start == config.num_hidden_layers:
+        raise InputError("part: this model has no KV source and so no decoder of its own; legal: all")
     file = folder / "tokenizer.json"
     tokenizer = read_tokenizer(file) if file.exists() else None
     token_map = engram_token_map(config, tokenizer, folder).to(place)
     checkpoint = Checkpoint.open(folder, config, place)
     with place:  # what a module computes when it is made, frequencies, is made there
-        model = Transformer(config, checkpoint.scope(), mode, backend, token_map, page_tokens)
-    checkpoint.assert_all_taken()
+        model = Transformer(config, checkpoint.scope(), mode, backend, token_map, page_tokens, part)
+    checkpoint.assert_all_taken(partial(of_encoder, config) if part == "encoder" else None)
     model.tokenizer = tokenizer
     keep_freed_memory(STEP_BYTES)
     return model.eval().requires_grad_(False)

@@ -99,9 +99,8 @@ def cat_masks(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
 def decoder_rows(
     crossings: Sequence[Crossing], segments: Sequence[Segment], floors: Sequence[int], freqs: tuple[Tensor, Tensor]
 ) -> Rows:
-    """Rows of the given crossings in order; `segments` tell slot and block table, `floors` the decoder's window floor.
-
-    Their global KV was written at the seam.
+    """Rows of the given crossings in order; `segments` tell slot, block table and write floor (the end of rows whose
+    global KV was written at the seam), `floors` the decoder's window floor.
     """
     placed, row = [], 0
     for crossing, seg, floor in zip(crossings, segments, floors, strict=True):
@@ -114,7 +113,7 @@ def decoder_rows(
                 end=crossing.end,
                 slot=seg.slot,
                 block_table=seg.block_table,
-                write_floor=crossing.end,
+                write_floor=seg.write_floor,
                 window_floor=floor,
             )
         )

@@ -15,7 +15,9 @@ from torch import Tensor
 class SequenceStep:
     """Tokens [start, start + n) of the sequence in `slot`.
 
-    tokens_n: int64 ids. image_n: bool, positions of an image span (delimiters included), or None.
+    tokens_n: int64 ids. None of them where the decoder runs on rows that wait in the slot already, and nothing enters
+        (`write_floor` is then where its first layer begins to write global KV of its own).
+    image_n: bool, positions of an image span (delimiters included), or None.
     image_embeds: features [count of image_n, D] of those positions, in order.
     block_table: int64 page ids, enough for start + n tokens.
     write_floor: global KV of positions below it is stored already and stays untouched.

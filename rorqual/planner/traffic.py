@@ -7,7 +7,7 @@ A hand-over is what a prefill node sends to the node that decodes (SPEC 11, eq. 
 
     replay   pages, tails, history: the receiver computes the last W tokens again, in every layer
     streams  and the encoder's rings and its streams of the last W rows: the receiver runs the decoder on those
-    rings    pages, tails, history, all rings and draft windows: the receiver goes on decoding at once
+    rings    pages, tails, history, all rings and draft windows, and the last row's logits: the receiver samples at once
 
 The request itself, its ids and image spans, goes with any of them and is not counted.
 """
@@ -33,8 +33,9 @@ class Handover:
 
     pages: whole pages, the partial last one included. tails: fp32 rows of unfinished groups. history: the last
     compressed ids. rings: window KV, of the encoder or of all layers. drafts: their windows. streams: the residual
-    copies of the last W rows in bf16. mixing: the fp32 coefficients that collapse them. carried: what else crosses the
-    seam in those rows (candidates of an encoder layer, DSpark targets below the seam); nothing in the release.
+    copies of the last W rows. mixing: the fp32 coefficients that collapse them. carried: what else crosses the
+    seam in those rows (candidates of an encoder layer, DSpark targets below the seam); nothing in the release. logits:
+    fp32, of the last row, from which the first token is drawn in whatever way the request asks for.
     """
 
     pages: int
@@ -45,6 +46,7 @@ class Handover:
     streams: int = 0
     mixing: int = 0
     carried: int = 0
+    logits: int = 0
 
     @property
     def total(self) -> int:
@@ -56,8 +58,10 @@ class Handover:
         return sum(getattr(self, name) for name in self.__slots__)
 
 
-def handover(layout: KVLayout, tokens: int, mode: str) -> Handover:
+def handover(layout: KVLayout, tokens: int, mode: str, activation_bytes: int = BF16_BYTES) -> Handover:
     """Bytes [B] that a prefill of `tokens` tokens hands over, by part.
+
+    activation_bytes: of a value of the streams: 2 in native numerics, 4 in fp32.
 
     Source: SPEC 11. Rings hold the window itself, without the rows that a rollback needs. Tails are counted whole
     (m - 1 rows a source), though an even length has none: a message of one size.
@@ -67,7 +71,8 @@ def handover(layout: KVLayout, tokens: int, mode: str) -> Handover:
 
     >>> from rorqual.config import presets
     >>> handover(KVLayout(presets.load("v4.1-flash")), 129, "streams")  # doctest: +NORMALIZE_WHITESPACE
-    Handover(pages=227840, tails=12288, history=24, rings=1351680, drafts=0, streams=5242880, mixing=2048, carried=0)
+    Handover(pages=227840, tails=12288, history=24, rings=1351680, drafts=0, streams=5242880, mixing=2048, carried=0,
+    logits=0)
     """
     _one_of("hand-over", mode, HANDOVERS)
     base = Handover(
@@ -77,7 +82,7 @@ def handover(layout: KVLayout, tokens: int, mode: str) -> Handover:
     )
     rows = min(tokens, layout.config.sliding_window)
     if mode == "streams":
-        return _with_streams(layout, base, rows)
+        return _with_streams(layout, base, rows, activation_bytes)
     if mode == "rings":
         return _with_rings(layout, base, rows)
     return base
@@ -89,12 +94,12 @@ def handover_bytes(layout: KVLayout, tokens: int, mode: str) -> int:
     >>> from rorqual.config import presets
     >>> release = KVLayout(presets.load("v4.1-flash"))
     >>> [handover_bytes(release, 32_768, mode) for mode in ("replay", "streams", "rings")]
-    [29175832, 35772440, 32081944]
+    [29175832, 35772440, 32599064]
     """
     return handover(layout, tokens, mode).total
 
 
-def _with_streams(layout: KVLayout, base: Handover, rows: int) -> Handover:
+def _with_streams(layout: KVLayout, base: Handover, rows: int, activation_bytes: int) -> Handover:
     config, seam = layout.config, layout.config.decoder_start
     hidden = sum(target < seam for target in config.dspark_target_layer_ids) if layout.draft_layers else 0
     candidates = config.candidate_topk_blocks if 0 <= config.candidate_source_layer_id < seam else 0
@@ -103,9 +108,9 @@ def _with_streams(layout: KVLayout, base: Handover, rows: int) -> Handover:
         tails=base.tails,
         history=base.history,
         rings=seam * rows * layout.window_row_bytes,
-        streams=rows * config.hc_mult * config.hidden_size * BF16_BYTES,
+        streams=rows * config.hc_mult * config.hidden_size * activation_bytes,
         mixing=rows * config.hc_mult * FP32_BYTES,
-        carried=rows * (hidden * config.hidden_size * BF16_BYTES + candidates * BLOCK_ID_BYTES),
+        carried=rows * (hidden * config.hidden_size * activation_bytes + candidates * BLOCK_ID_BYTES),
     )
 
 
@@ -117,6 +122,7 @@ def _with_rings(layout: KVLayout, base: Handover, rows: int) -> Handover:
         history=base.history,
         rings=layout.config.num_hidden_layers * row_bytes,
         drafts=layout.draft_layers * row_bytes,
+        logits=layout.config.vocab_size * FP32_BYTES,
     )
 
 

@@ -48,7 +48,7 @@ def traffic_tables(
     >>> from rorqual.config import presets
     >>> tables = traffic_tables(KVLayout(presets.load("v4.1-flash")), TrafficCase(), ["rings"])
     >>> [table.name for table in tables], tables[0].records()[0]["total [B]"]
-    (['handover', 'links', 'figures'], 32081944)
+    (['handover', 'links', 'figures'], 32599064)
     """
     return _handovers(layout, case, modes), _links(layout, case, modes), figures_table(traffic_figures(layout, case))
 

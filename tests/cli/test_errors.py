@@ -14,7 +14,15 @@ from rorqual.cli.app import VERBS, Verb, main
 from rorqual.log import logger
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL_ERRORS = ("RorqualError", "ConfigError", "FormatError", "CheckpointError", "InputError", "CapacityError")
+ALL_ERRORS = (
+    "RorqualError",
+    "ConfigError",
+    "FormatError",
+    "CheckpointError",
+    "InputError",
+    "HandoverError",
+    "CapacityError",
+)
 
 MODULE = """
 import logging, os, sys

@@ -50,7 +50,7 @@ def test_text_and_csv(capsys: Capture) -> None:
     assert main(["plan", "traffic", "--csv"]) == 0
     rows = list(csv.reader(capsys.readouterr().out.splitlines()))
     assert rows[0][:2] == ["hand-over", "pages [B]"]
-    assert ["streams", "29163520", "12288", "24", "1351680", "0", "5242880", "2048", "0", "35772440"] in rows
+    assert ["streams", "29163520", "12288", "24", "1351680", "0", "5242880", "2048", "0", "0", "35772440"] in rows
 
 
 @pytest.mark.parametrize(

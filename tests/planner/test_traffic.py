@@ -34,7 +34,8 @@ def test_the_parts_of_each_handover() -> None:
     assert streams.total == replay.total + 1_351_680 + 5_242_880 + 2048
     assert rings.rings == 40 * 128 * 528 == 2_703_360
     assert rings.drafts == 3 * 128 * 528 == 202_752
-    assert rings.total == replay.total + 2_703_360 + 202_752
+    assert rings.logits == 129_280 * 4 == 517_120
+    assert rings.total == replay.total + 2_703_360 + 202_752 + 517_120
     assert traffic.handover_bytes(RELEASE, 129, "rings") == rings.total
 
 
@@ -53,6 +54,12 @@ def test_what_a_config_does_without_is_not_handed_over() -> None:
     # Without a KV source every layer is encoder, and only windows are left.
     assert traffic.handover(empty, 4096, "replay").total == 24
     assert traffic.handover(empty, 4096, "streams").rings == traffic.handover(empty, 4096, "rings").rings == 2_703_360
+
+
+def test_streams_are_as_wide_as_activations() -> None:
+    wide, narrow = (traffic.handover(RELEASE, 129, "streams", size) for size in (4, 2))
+    assert wide.streams == 2 * narrow.streams and wide.total == narrow.total + narrow.streams
+    assert narrow == traffic.handover(RELEASE, 129, "streams")
 
 
 def test_draft_targets_below_the_seam_cross_it() -> None:

@@ -10,7 +10,7 @@ from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import check_ids, new_tokens
 from rorqual.engine.output import Completion, Counts, RequestOutput, Times
 from rorqual.engine.params import SamplingParams
-from rorqual.engine.prompts import PromptInput, prompt_ids
+from rorqual.engine.prompts import PromptInput, place_prompt
 from rorqual.engine.sequence import PREFILL_MODES, check_choice
 from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
@@ -57,15 +57,16 @@ class Entry:
             raise InputError("speculative: these workers were made without; legal: False")
         config, facts = self._model.config, self._facts
         check_ids(params, config.vocab_size)
-        ids, pictures, spans = prompt_ids(self._model, prompt, images)
+        made, pictures, spans = place_prompt(self._model, prompt, images)
+        ids = tuple(made.ids.tolist())
         self._check_room(len(ids), params)
         self._check_constraint(params)
         chain = PrefixChain(root_key(facts.fingerprint, facts.page_tokens, salt), facts.page_tokens, spans)
-        chain.extend(ids.tolist())
+        chain.extend(ids)
         whole = params.prompt_logprobs is not None or prefill == "full"
         job = Job(
             name=name,
-            ids=tuple(ids.tolist()),
+            ids=ids,
             params=params,
             images=tuple(pictures),
             salt=salt,

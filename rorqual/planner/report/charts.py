@@ -30,7 +30,8 @@ _MEMORY = {
     "pages": "c3",
     "spare": "saved",
 }
-_KINDS = ("c1", "c6", "c5", "c2", "c4", "c3", "c7", "c8")
+_KINDS = ("c1", "c6", "c5", "c2", "c4", "c3", "c7", "c8", "c8")
+# Of what may be handed over, the last two are never in one bar.
 
 
 def waterfall_chart(steps: Sequence[Step]) -> Markup:
