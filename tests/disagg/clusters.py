@@ -95,10 +95,8 @@ class Later:
 def here(text: str) -> Iterator[tuple[Front, dict[str, Here]]]:
     """A front over the workers of a config, all in this process."""
     config = ClusterConfig.parse(text)
-    handles = {
-        name: Here(lambda role=role, name=name: ROLES[role](config, name)) for name, role, _ in config.workers if role in ROLES
-    }
-    posts = [Post(name=name, role=role, handle=handles[name]) for name, role, _ in config.workers if role in ROLES]
+    handles = {name: Here(lambda role=role, name=name: ROLES[role](config, name)) for name, role, _ in config.workers}
+    posts = [Post(name=name, role=role, handle=handles[name]) for name, role, _ in config.workers]
     front = Front(WithoutWeights.read(), posts, config.deadlines)
     try:
         yield front, handles

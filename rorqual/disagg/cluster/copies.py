@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from rorqual.disagg.parcel import Parcel
 from rorqual.disagg.transport import Settled, Ticket
-
 from rorqual.errors import HandoverError
 
 

@@ -323,6 +323,7 @@ class Front:
         """A run has begun to speak: whatever it takes from a prefill worker it has."""
         if run.prefill is not None:
             run.prefill.runs.discard(run.name)
+            run.prefill.handle.call("settled", run.name)
         run.parcel = run.prefill = None
 
     def _count(self, run: Run, report: Report) -> None:

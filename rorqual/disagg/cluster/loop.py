@@ -18,6 +18,8 @@ from rorqual.log import logger
 Answer = TypeVar("Answer")
 IDLE_SECONDS = 0.5
 """How long an idle thread waits before it looks whether it is to end."""
+PAUSE_SECONDS = 0.02
+"""Before a step that computes nothing."""
 
 
 class Stepped(Protocol):
@@ -36,10 +38,19 @@ class Loop:
         stepped: it.
         told: called in the thread with what a step gave.
         failed: called in the thread with what a step raised.
+        urgent: a step would compute something; where it would only look whether something is over, there is a pause
+            before it. None: every step would.
     """
 
-    def __init__(self, stepped: Stepped, told: Callable[[Any], None], failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        stepped: Stepped,
+        told: Callable[[Any], None],
+        failed: Callable[[BaseException], None],
+        urgent: Callable[[], bool] | None = None,
+    ) -> None:
         self._stepped, self._told, self._failed = stepped, told, failed
+        self._urgent = urgent or (lambda: True)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rorqual-worker", daemon=True)
@@ -62,7 +73,8 @@ class Loop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._obey(wait=not self._stepped.has_work)
+                work = self._stepped.has_work
+                self._obey(0.0 if work and self._urgent() else PAUSE_SECONDS if work else IDLE_SECONDS)
                 if self._stepped.has_work:
                     self._told(self._stepped.step())
         except BaseException as error:
@@ -72,9 +84,10 @@ class Loop:
             self._stopping = True
             self._refuse()
 
-    def _obey(self, wait: bool) -> None:
+    def _obey(self, seconds: float) -> None:
+        """Do what was asked for; wait so long for the first of it."""
         try:
-            _do(*(self._commands.get(timeout=IDLE_SECONDS) if wait else self._commands.get_nowait()))
+            _do(*(self._commands.get(timeout=seconds) if seconds else self._commands.get_nowait()))
             while True:
                 _do(*self._commands.get_nowait())
         except queue.Empty:
