@@ -26,13 +26,16 @@ PROMPTS = ("The whale", "It was a dark and stormy night; ", "In the beginning ")
 
 
 class Here:
-    """A `Handle` of an actor on an event loop of its own. deaf: calls are never answered."""
+    """A `Handle` of an actor on an event loop of its own. deaf: methods that are never answered, `risen`: from its next
+    life on.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self.actor: Any = make()
-        self.deaf = self.dead = False
-        self.kills = 0
+        self.deaf: frozenset[str] = frozenset()
+        self.risen: frozenset[str] = frozenset()
+        self.dead, self.kills = False, 0
         self._open: set[Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -41,8 +44,9 @@ class Here:
         outer: Future[Any] = Future()
         if self.dead:
             outer.set_exception(RuntimeError("the worker is dead"))
-        elif not self.deaf:
-            self._open.add(outer)
+            return outer
+        self._open.add(outer)
+        if method not in self.deaf:
             inner = asyncio.run_coroutine_threadsafe(getattr(self.actor, method)(*args), self._loop)
             inner.add_done_callback(lambda done: self._pass_on(done, outer))
         return outer
@@ -58,18 +62,22 @@ class Here:
 
     def die(self) -> None:
         self.dead = True
-        self.actor.close()
+        self._cancel()
         for future in list(self._open):
             with contextlib.suppress(Exception):
                 future.set_exception(RuntimeError("the worker died"))
 
     def rise(self) -> None:
         self.actor = self._make()
-        self.dead = self.deaf = False
+        self.dead, self.deaf = False, self.risen
 
     def close(self) -> None:
-        self.actor.close()
+        self._cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _cancel(self) -> None:
+        self.actor.close()
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
 
     def _pass_on(self, done: Future[Any], outer: Future[Any]) -> None:
         self._open.discard(outer)

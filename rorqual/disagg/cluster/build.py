@@ -61,11 +61,14 @@ def _model(config: ClusterConfig, own: WorkerSection, part: str) -> Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
-    """The prefill side of a transport. answer: what a decode worker gets of an offer; release: nobody needs it more."""
+    """The prefill side of a transport. answer: what a decode worker gets of an offer. release: nobody needs it more.
+    kept: bytes that are under way.
+    """
 
     transport: Transport
     answer: Callable[[Ticket], Any]
     release: Callable[[str], None]
+    kept: Callable[[], int]
 
 
 def sender_of(config: ClusterConfig) -> Sender:
@@ -73,7 +76,7 @@ def sender_of(config: ClusterConfig) -> Sender:
     if config.handover.transport != "ray":
         raise InputError("cluster config: handover.transport: 'mooncake' is not built in; legal: ray")
     copies = Copies(parse_bytes(config.handover.bytes, "handover.bytes"))
-    return Sender(transport=copies, answer=copies.take, release=copies.release)
+    return Sender(transport=copies, answer=copies.take, release=copies.release, kept=lambda: copies.out_bytes)
 
 
 def receiver_of(config: ClusterConfig) -> Callable[[Any, float], Any]:

@@ -323,8 +323,14 @@ class Front:
         """A run has begun to speak: whatever it takes from a prefill worker it has."""
         if run.prefill is not None:
             run.prefill.runs.discard(run.name)
-            run.prefill.handle.call("settled", run.name)
+            self._later(run.prefill.handle.call("settled", run.name), partial(self._heard, run.prefill))
         run.parcel = run.prefill = None
+
+    def _heard(self, post: Post, done: Future[Any]) -> list[Delta]:
+        """A prefill worker that does not answer gets no more work; its parcels that are under way fail by themselves."""
+        if (error := done.exception()) is not None and post.up:
+            self._down(post, str(error))
+        return []
 
     def _count(self, run: Run, report: Report) -> None:
         output, now = run.told.output, self._clock()

@@ -87,6 +87,10 @@ class PrefillActor:
 
         return await asyncio.wrap_future(self._loop.call(look))
 
+    async def kept(self) -> int:
+        """Bytes of parcels that are under way."""
+        return self._sender.kept()
+
     def close(self) -> None:
         """End after the step that runs, for a worker that is no process of its own."""
         self._loop.close()

@@ -27,8 +27,11 @@ from rorqual.planner.units import parse_bytes
 LOOPBACK = "127.0.0.1"
 CALLS = 1000
 """That one worker answers at once: polls of fronts and prefills under way, which wait and take no thread."""
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 """Nothing is sent anywhere."""
+ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray takes 127.0.0.1 for the node's address only where it is told, on import, that there will be no other node; and
+listens there alone."""
 
 
 class RayHandle:
@@ -61,7 +64,7 @@ def up(config: ClusterConfig) -> Iterator[list[Post]]:
         CapacityError: Ray has no machine for a worker, or it was not ready in time.
     """
     refuse_second(config.name)
-    ray = installed_ray()
+    ray = installed_ray(config.ray.address == LOCAL)
     with ExitStack() as stack:
         token = "" if config.ray.address != LOCAL else secrets.token_hex(32)
         address = stack.enter_context(_local(ray, config, token) if token else _joined(ray, config, config.ray.address))
@@ -79,7 +82,7 @@ def connected(config: ClusterConfig) -> Iterator[list[Post]]:
     Raises:
         InputError: there is none of this name.
     """
-    ray = installed_ray()
+    ray = installed_ray(config.ray.address == LOCAL)
     address, token = config.ray.address, ""
     if address == LOCAL:
         own = find(config.name)
@@ -98,11 +101,12 @@ def connected(config: ClusterConfig) -> Iterator[list[Post]]:
             raise InputError(f"cluster: {config.name!r} has other workers than this config, or is not up") from error
 
 
-def installed_ray() -> Any:
-    """The module. Raises InputError where it is not installed."""
+def installed_ray(alone: bool) -> Any:
+    """The module, imported for one machine or for several. Raises InputError where it is not installed."""
     if find_spec("ray") is None:
         raise InputError("cluster: ray is missing; install with pip install 'rorqual[cluster]'")
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    wanted = QUIET | (ALONE if alone else {})
+    os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     import ray
 
     return ray
@@ -129,6 +133,26 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
+def _guarded(ray: Any, token: str) -> Iterator[None]:
+    """Ray asks everybody for this token while the block runs. Without one, the user's own setting stands."""
+    if not token:
+        yield
+        return
+    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}):
+        _read_again(ray)
+        yield
+    _read_again(ray)
+
+
+def _read_again(ray: Any) -> None:
+    """Ray reads mode and token of the environment once, when it is imported; releases before 2.53 know neither."""
+    core = ray._raylet
+    if hasattr(core, "AuthenticationTokenLoader"):
+        core.Config.initialize("")
+        core.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
 def _local(ray: Any, config: ClusterConfig, token: str) -> Iterator[str]:
     """A Ray of our own on loopback; its address. Its processes end with this one, its files with the block."""
     cpus, gpus, resources = config.ray.cpus, 0.0, dict[str, float]()
@@ -140,7 +164,7 @@ def _local(ray: Any, config: ClusterConfig, token: str) -> Iterator[str]:
     # A socket's path has room for a hundred characters, and Ray's own are long.
     folder = tempfile.mkdtemp(prefix="rorqual-")
     try:
-        with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}):
+        with _guarded(ray, token):
             context = ray.init(
                 num_cpus=max(1, round(cpus)),
                 num_gpus=round(gpus),
@@ -151,7 +175,12 @@ def _local(ray: Any, config: ClusterConfig, token: str) -> Iterator[str]:
                 **_common(config),
             )
             try:
-                yield context.address_info["gcs_address"]
+                address: str = context.address_info["gcs_address"]
+                if not address.startswith(f"{LOOPBACK}:"):
+                    raise InputError(
+                        f"cluster: Ray listens at {address}: it was imported before; start a fresh process"
+                    )
+                yield address
             finally:
                 ray.shutdown()
     finally:
@@ -162,7 +191,7 @@ def _local(ray: Any, config: ClusterConfig, token: str) -> Iterator[str]:
 def _joined(ray: Any, config: ClusterConfig, address: str, token: str = "") -> Iterator[str]:
     """A Ray that runs already. token: that it asks for, if it is ours; else the user's own setting stands."""
     local = {"_node_ip_address": LOOPBACK} if token else {}
-    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}):
+    with _guarded(ray, token):
         try:
             ray.init(address=address, **local, **_common(config))
         except (ConnectionError, RuntimeError, ValueError) as error:
