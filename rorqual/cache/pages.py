@@ -69,6 +69,16 @@ class GlobalPages:
         """Let page `target` hold what page `source` holds: a last page that two sequences go on writing apart."""
         self.pool[target] = self.pool[source]
 
+    def page(self, page: int) -> memoryview:
+        """The bytes of a page: on the CPU the page itself, so to be copied before it is written again."""
+        row: Tensor = self.pool[page].cpu()
+        return row.numpy().data
+
+    def load(self, page: int, data: bytes) -> None:
+        """Let a page hold `page_bytes` bytes that `page` once gave."""
+        # Of a bytearray, because torch warns of memory that it must not write.
+        self.pool[page] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.pool.device)
+
     def poison(self, pages: Tensor, byte: int = 0xFF) -> None:
         """Fill pages with a byte whose scales decode to NaN, so that a stale read shows in any output (tests)."""
         self.pool[pages] = byte

@@ -64,6 +64,7 @@ VERBS: tuple[Verb, ...] = (
     Verb(name="cluster", target="rorqual.cli.cluster", help="Run prefill and decode workers under Ray, for `serve`"),
     Verb(name="inspect", target="rorqual.cli.inspect:command", help="Show layers, parameters and cache bytes"),
     Verb(name="plan", target="rorqual.cli.plan", help="Bytes, FLOPs, sessions and traffic of a config, by formula"),
+    Verb(name="store", target="rorqual.cli.store", help="Look after the cache pages that a store keeps on disk"),
     Verb(name="init", target="rorqual.cli.init:command", help="Write a random checkpoint of any config"),
     Verb(name="train", target="rorqual.cli.train:command", help="Train a small model on text"),
     Verb(name="trace", target="rorqual.cli.trace:command", help="Dump every tensor of a forward pass"),

@@ -1,4 +1,4 @@
-"""`rorqual bench`: kernels, a model, its memory, a long context, an engine, the planner, against twins and bars."""
+"""`rorqual bench`: kernels, a model, its memory, a long context, an engine, the planner, a store, against bars."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from rorqual.errors import InputError
 if TYPE_CHECKING:
     from rorqual.bench.report import JsonRow
 
-KINDS = ("kernels", "model", "memory", "context", "engine", "plan")
+KINDS = ("kernels", "model", "memory", "context", "engine", "plan", "store")
 WITHOUT_MODEL = {
     "kernels": "kernels are measured without a checkpoint",
     "context": "context takes presets of its own",
     "plan": "the planner is measured without a checkpoint",
+    "store": "a store is measured without a checkpoint",
 }
 MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s", "first_token_s", "tokens_per_s")
 PARTS = {"context": ("decode", "memory", "prefill"), "engine": bench_engine.PARTS}
@@ -34,7 +35,9 @@ TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context, engine or plan.")],
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context, engine, plan or store.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Samples of each contestant.")] = None,
@@ -61,7 +64,7 @@ def command(
     ] = None,
 ) -> None:
     """Measure on this machine: kernels and a model against plain twins, memory, a long context, an engine's speed and
-    waits, the planner's times."""
+    waits, the planner's times, a store's rates."""
     parts = tuple(part or ())
     check(what, repeats, model, random, parts)
     bench_engine.check_trace(what, parts, trace, time_scale)
@@ -149,7 +152,7 @@ def measure(
     time_scale: float | None = None,
 ) -> JsonRow:
     """Run one benchmark; the document of `--json`."""
-    from rorqual.bench import context, engine, first_token, kernels, memory, plan
+    from rorqual.bench import context, engine, first_token, kernels, memory, plan, store
     from rorqual.bench import model as models
     from rorqual.bench.profile import NOTE
     from rorqual.bench.report import Report
@@ -166,6 +169,9 @@ def measure(
         if what == "plan":
             taken = plan.run_plan(repeats=repeats or plan.REPEATS, quick=quick, progress=progress)
             return report.document(taken, plan.NOTES)
+        if what == "store":
+            rates = store.run_store(repeats=repeats or store.REPEATS, quick=quick, progress=progress)
+            return report.document(rates, store.NOTES)
         if what == "context":
             costs = context.run_context(parts=parts or PARTS[what], repeats=repeats, quick=quick, progress=progress)
             return report.document(costs, context.NOTES)
@@ -249,6 +255,8 @@ def _judged(row: Mapping[str, Any]) -> str:
     """What it is judged by: growth where two prompts are compared, a time or a rate if it has one, else bytes."""
     if "workspace_growth" in row:
         return f"growth: {_bar(row, format(row['workspace_growth'], '.3g'))}"
+    if "size" in row:
+        return f"size over that of the pages: {_bar(row, format(row['size'], '.4g'))}"
     if "tokens_per_s" in row:
         return f"tokens a second: {_bar(row, format(row['tokens_per_s']['median'], '.3g'))}"
     for key in ("start_s", "replay_s", "first_token_s"):

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +40,11 @@ def command(
     memory: Annotated[
         str | None, typer.Option(help="Bytes in all, such as 2GiB, or a share of what is free, such as 50%.")
     ] = None,
+    store: Annotated[Path | None, typer.Option(help="Folder that keeps pages of the cache for later runs.")] = None,
+    store_memory: Annotated[str | None, typer.Option(help="Bytes of them in memory (2GiB).")] = None,
+    store_disk: Annotated[str | None, typer.Option(help="Bytes of them on disk at most.")] = None,
+    store_ttl: Annotated[float | None, typer.Option(help="Seconds unused after which a page goes.")] = None,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Stored pages outlast a power failure too.")] = False,
     no_speculative: Annotated[bool, typer.Option("--no-speculative", help="Without drafts.")] = False,
     prefill: Annotated[str, typer.Option(help="ced (decoder on the last window) or full.")] = "ced",
     replay: Annotated[str, typer.Option(help="What is computed again after a hit: bounded or exact.")] = "bounded",
@@ -54,19 +59,24 @@ def command(
     from rorqual.engine.engine import Engine
     from rorqual.engine.monitor import Monitor
     from rorqual.engine.params import SamplingParams
+    from rorqual.engine.storing import StoreOptions
     from rorqual.model.load import load
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    engine = Engine(
-        load(model, numerics=numerics, kernels=kernels),
-        memory=memory,
-        slots=1,
-        speculative=False if no_speculative else None,
-        prefill=prefill,
-        replay=replay,
-    )
+    loaded = load(model, numerics=numerics, kernels=kernels)
     name = "the shipped model" if model is None else model.resolve().name
-    with Monitor(engine, name=name) as monitor:
+    kept = StoreOptions(folder=store, memory=store_memory, disk=store_disk, ttl=store_ttl, fsync=fsync)
+    with ExitStack() as stack:
+        engine = Engine(
+            loaded,
+            memory=memory,
+            slots=1,
+            speculative=False if no_speculative else None,
+            prefill=prefill,
+            replay=replay,
+            store=stack.enter_context(kept.opened(loaded)),
+        )
+        monitor = stack.enter_context(Monitor(engine, name=name))
         conversation = Conversation(engine, params, system, monitor.tick)
         talking = _Talk(conversation, monitor)
         if _is_terminal():

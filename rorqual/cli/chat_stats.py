@@ -31,6 +31,7 @@ def reply_rows(output: RequestOutput) -> list[tuple[str, Cell]]:
     return [
         ("prompt tokens", counts.prompt),
         ("of these hit", counts.hit),
+        ("of these from the store", counts.restored),
         ("of these replayed", counts.replayed),
         ("rows computed", counts.computed),
         ("new tokens", counts.new),
@@ -50,5 +51,6 @@ def pool_rows(stats: EngineStats) -> list[tuple[str, Cell]]:
         ("pages cached", stats.pages_cached),
         ("pages free", stats.pages_free),
         ("slots free", f"{stats.slots_free} of {stats.slots}"),
+        *([] if stats.store is None else [("pages in the store", stats.store.pages)]),
         *((f"{name}, allocated", bytes_text(count)) for name, count in stats.bytes_by_group.items()),
     ]

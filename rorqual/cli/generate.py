@@ -29,6 +29,11 @@ def command(
     chunk: Annotated[int, typer.Option(help="Prompt tokens a prefill step.")] = 512,
     numerics: Annotated[str, typer.Option(help="fp32 or native.")] = "fp32",
     kernels: Annotated[str, typer.Option(help="auto, fast or plain.")] = "auto",
+    store: Annotated[Path | None, typer.Option(help="Folder that keeps pages of the cache for later runs.")] = None,
+    store_memory: Annotated[str | None, typer.Option(help="Bytes of them in memory (2GiB).")] = None,
+    store_disk: Annotated[str | None, typer.Option(help="Bytes of them on disk at most.")] = None,
+    store_ttl: Annotated[float | None, typer.Option(help="Seconds unused after which a page goes.")] = None,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Stored pages outlast a power failure too.")] = False,
     image: Annotated[list[Path] | None, typer.Option(help="Image file before the text; may be repeated.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print rates and bytes at the end.")] = False,
 ) -> None:
@@ -37,6 +42,7 @@ def command(
     from rorqual.cli.generation import print_stats
     from rorqual.engine.generate import generate
     from rorqual.engine.params import SamplingParams
+    from rorqual.engine.storing import StoreOptions
     from rorqual.model.load import load
 
     shown = ""
@@ -53,13 +59,22 @@ def command(
         raise InputError(f"chunk: {chunk} is not legal; legal: at least 1")
     loaded = load(model, numerics=numerics, kernels=kernels)
     given = asked(loaded, prompt) if chat else prompt
-    result = generate(
-        loaded, given, max_tokens=max_tokens, sampling=sampling, prefill=prefill, chunk=chunk, images=image or ()
-    )
-    print(shown, end="", flush=True)
-    for delta in result:
-        print(delta, end="", flush=True)
-    print()
+    kept = StoreOptions(folder=store, memory=store_memory, disk=store_disk, ttl=store_ttl, fsync=fsync)
+    with kept.opened(loaded) as pages:
+        result = generate(
+            loaded,
+            given,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            prefill=prefill,
+            chunk=chunk,
+            images=image or (),
+            store=pages,
+        )
+        print(shown, end="", flush=True)
+        for delta in result:
+            print(delta, end="", flush=True)
+        print()
     if stats:
         print()
         print_stats(result.stats, loaded.layout, prefill, loaded.backend.ops().name)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from rorqual.server.worker import Served
 
 KEYS = "RORQUAL_API_KEYS"
-OF_ENGINE = ("model", "max_model_len", "memory", "slots", "numerics", "kernels")
+OF_ENGINE = (
+    *("model", "max_model_len", "memory", "slots", "numerics", "kernels"),
+    *("store", "store_memory", "store_disk", "store_ttl", "fsync"),
+)
 """Options of an engine in this process; the workers of a cluster have theirs from its config."""
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "deepseek_recipe", "llguidance")
 
@@ -37,6 +40,11 @@ def command(
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt and new ones.")] = None,
     memory: Annotated[str | None, typer.Option(help="Bytes in all (2GiB) or a share of what is free (50%).")] = None,
     slots: Annotated[int, typer.Option(help="Sequences that run at once.")] = 16,
+    store: Annotated[Path | None, typer.Option(help="Folder that keeps pages of the cache for later runs.")] = None,
+    store_memory: Annotated[str | None, typer.Option(help="Bytes of them in memory (2GiB).")] = None,
+    store_disk: Annotated[str | None, typer.Option(help="Bytes of them on disk at most.")] = None,
+    store_ttl: Annotated[float | None, typer.Option(help="Seconds unused after which a page goes.")] = None,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Stored pages outlast a power failure too.")] = False,
     numerics: Annotated[str, typer.Option(help="fp32 or native.")] = "fp32",
     kernels: Annotated[str, typer.Option(help="auto, fast or plain.")] = "auto",
     waiting: Annotated[int, typer.Option(help="Requests in the queue at most.")] = 256,
@@ -85,20 +93,22 @@ def command(
         thinking=thinking,
     )
     options = {"memory": memory, "slots": slots, "max_model_len": max_model_len, "max_waiting": waiting}
+    kept = {"folder": store, "memory": store_memory, "disk": store_disk, "ttl": store_ttl, "fsync": fsync}
     with listen(host, port) as listener, ExitStack() as stack:
-        if cluster is not None:
-            engine = stack.enter_context(_front(cluster))
-        else:
-            engine = _engine(model, numerics, kernels, **options)
-        app, where = create_app(engine, settings), address(listener)
+        own = _front(cluster) if cluster is not None else _engine(model, numerics, kernels, kept, **options)
+        app, where = create_app(stack.enter_context(own), settings), address(listener)
         serve(app, listener, drain, lambda: print(f"rorqual serves {model_name} at {where}", flush=True))
 
 
-def _engine(model: Path | None, numerics: str, kernels: str, **options: Any) -> Served:
+@contextmanager
+def _engine(model: Path | None, numerics: str, kernels: str, kept: dict[str, Any], **options: Any) -> Iterator[Served]:
     from rorqual.engine.engine import Engine
+    from rorqual.engine.storing import StoreOptions
     from rorqual.model.load import load
 
-    return Engine(load(model, numerics=numerics, kernels=kernels), **options)
+    wanted, loaded = StoreOptions(**kept), load(model, numerics=numerics, kernels=kernels)
+    with wanted.opened(loaded) as pages:
+        yield Engine(loaded, store=pages, **options)
 
 
 @contextmanager

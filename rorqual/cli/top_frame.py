@@ -77,6 +77,7 @@ def _facts(document: Document, stats: Document, bar: int) -> Table:
             "rows",
             f"{counts['computed']:,} computed, {counts['hit']:,} hit, {counts['replayed']:,} of these replayed",
         ),
+        *([] if stats.get("store") is None else [("store", store_text(stats["store"], counts["restored"]))]),
         ("layer-tokens", layers_text(counts, document["model"]["layers"])),
         ("drafts", acceptance_text(counts)),
         ("lost", f"{stats['preemptions']:,} preemptions, {stats['evictions']:,} evictions"),
@@ -123,6 +124,16 @@ def step_text(recent: Sequence[Document]) -> str:
     parts = (("model", "model"), ("drafts", "draft"), ("plan", "plan"), ("rest", "other"))
     shares = (f"{name} {sum(step[f'{key}_seconds'] for step in recent) / seconds:.0%}" for name, key in parts)
     return f"{seconds / len(recent) * 1e3:,.1f} ms: {', '.join(shares)}"
+
+
+def store_text(store: Document, restored: int) -> str:
+    """Pages that are kept beyond the cache, and what they have saved.
+
+    >>> store_text({"pages": 1234, "bytes": 2_000_000, "dropped": 5, "damaged": 6}, 128)
+    '1,234 pages, 2.0 MB; 128 tokens restored, 5 pages dropped, 6 damaged'
+    """
+    kept = f"{store['pages']:,} pages, {bytes_text(store['bytes'])}"
+    return f"{kept}; {restored:,} tokens restored, {store['dropped']:,} pages dropped, {store['damaged']:,} damaged"
 
 
 def layers_text(counts: Document, layers: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.handed import Handed, standing
+from rorqual.engine.identity import store_identity
 from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import Intake
 from rorqual.engine.memory import plan_engine, spelled
@@ -26,6 +27,7 @@ from rorqual.engine.output import Counts, Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
 from rorqual.engine.request import Live, Request
+from rorqual.engine.restore import AHEAD, Restorer
 from rorqual.engine.room import SchedulerLimits
 from rorqual.engine.runner import Runner
 from rorqual.engine.scheduler import Scheduler
@@ -37,6 +39,7 @@ from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.model.transformer import Transformer
 from rorqual.pool.manager import KVManager
+from rorqual.store.interface import PageStore
 
 SLOTS = 16
 
@@ -56,6 +59,8 @@ class Engine:
         chunk_tokens: rows of a long prefill chunk.
         max_waiting: requests in the queue; None for any number.
         max_model_len: tokens of a request, prompt and new ones; None for the model's positions.
+        store: keeps published pages beyond this engine's, and gives them back (`rorqual.store`); the caller closes it.
+            One of another model is told of, and not used.
         freed_page, freed_slot: called as those of the pools; tests poison there.
         clock: seconds.
 
@@ -78,6 +83,7 @@ class Engine:
         chunk_tokens: int = 512,
         max_waiting: int | None = None,
         max_model_len: int | None = None,
+        store: PageStore | None = None,
         freed_page: Callable[[int], None] | None = None,
         freed_slot: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -115,11 +121,13 @@ class Engine:
             window=model.config.sliding_window,
             freed_page=freed_page,
             freed_slot=freed_slot,
+            published=None if store is None else self._offer,
         )
+        self.restorer = None if store is None else self._restored_from(store, clock)
         self.speculative = model.draft is not None if speculative is None else speculative
         wants = self.speculative or draft_tokens is not None
         self.speculator = Speculator(model, self.cache, draft_tokens) if wants else None
-        self.scheduler = Scheduler(self.kv, self._replayed, limits)
+        self.scheduler = Scheduler(self.kv, self._replayed, limits, self.restorer)
         self.runner = Runner(model, self.cache)
         self._intake = Intake(model, layout.page_tokens, self.max_model_len, clock)
         self._log = Log()
@@ -292,7 +300,14 @@ class Engine:
                 live.drafts = NO_DRAFTS
 
     def step(self) -> list[Delta]:
-        """Run one step; what it added to completions. Requests that have ended are live no more."""
+        """Run one step; what it added to completions. Requests that have ended are live no more.
+
+        Where all that could be done waits for pages of a store, it waits with them for a moment.
+        """
+        if self.restorer is not None:
+            self.restorer.look(self.scheduler.ahead(AHEAD))
+            if not self.scheduler.running:
+                self.restorer.wait()
         deltas = self._stepper.step()
         for name in {delta.request for delta in deltas if delta.finish_reason is not None}:
             own = self._requests[name]
@@ -341,6 +356,7 @@ class Engine:
             bytes_by_group=bytes_by_group(self.cache),
             counts=total,
             recent=tuple(self._log.recent),
+            store=None if self.restorer is None else self.restorer.store.stat(),
         )
 
     def drop_cached(self) -> int:
@@ -391,6 +407,17 @@ class Engine:
         for live in own.lives:
             del self._lives[live.key]
         self._log.counts.add(own.counts)
+
+    def _restored_from(self, store: PageStore, clock: Callable[[], float]) -> Restorer | None:
+        own = store_identity(self.model)
+        if store.identity != own:
+            logger.warning("store: it is of another model or page size (%s); going on without", store.identity)
+            return None
+        return Restorer(store, self.kv, self.cache.pages, clock)
+
+    def _offer(self, page: int, key: bytes) -> None:
+        if self.restorer is not None:
+            self.restorer.offer(page, key)
 
     def _replayed(self, hit: int, length: int, prefill: str) -> int:
         return self.model.layout.replay_tokens(hit, self.replay, prefill, length)

@@ -16,6 +16,7 @@ from rorqual.engine.prompts import encode
 from rorqual.engine.sequence import PREFILL_MODES, check_choice
 from rorqual.errors import FormatError, InputError
 from rorqual.model.transformer import Transformer
+from rorqual.store.interface import PageStore
 
 
 @dataclass(slots=True)
@@ -74,10 +75,11 @@ def generate(
     chunk: int | None = 512,
     images: Sequence[ImageSource] = (),
     speculative: bool = False,
+    store: PageStore | None = None,
 ) -> Generation:
     """Generate up to `max_tokens` tokens after a prompt (text, or ids int64 [N]).
 
-    sampling: how; its `max_tokens` is not looked at.
+    sampling: how; its `max_tokens` is not looked at. store: of pages that outlive the generation.
 
     Raises:
         InputError: before anything is computed, for an empty prompt, ids or options outside their range, or a prompt
@@ -87,7 +89,7 @@ def generate(
     params = replace(sampling or SamplingParams(), max_tokens=max_tokens)
     if params.n != 1:
         raise InputError(f"n: {params.n} is not legal here; legal: 1")
-    engine, ids, pictures = single(model, prompt, max_tokens, chunk, images, speculative)
+    engine, ids, pictures = single(model, prompt, max_tokens, chunk, images, speculative, store)
     name = engine.submit(ids, params, images=pictures, prefill=prefill)
     result = Generation(iter(()))
     result.deltas = _stream(engine, name, result)
@@ -101,6 +103,7 @@ def single(
     chunk: int | None,
     images: Sequence[ImageSource],
     speculative: bool,
+    store: PageStore | None = None,
 ) -> tuple[Engine, Tensor, Sequence[ImageSource]]:
     """An engine with the pages of one request, and that request's ids and images."""
     pictures = read_images(model, images)
@@ -114,6 +117,7 @@ def single(
         pages=model.layout.pages(positions) or 1,
         speculative=speculative,
         chunk_tokens=chunk or positions,
+        store=store,
     )
     return engine, ids, pictures
 

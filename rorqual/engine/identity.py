@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rorqual.model.transformer import Transformer
+from rorqual.store.interface import StoreIdentity
 
 SAMPLED_BYTES = 1 << 16
 """Of each tensor's beginning."""
@@ -25,6 +26,12 @@ def fingerprint(model: Transformer) -> str:
             total.update(name.encode() + _bytes(tensor))
     total.update(_bytes(model.backbone.embed))
     return total.hexdigest()
+
+
+def store_identity(model: Transformer) -> StoreIdentity:
+    """Whose pages a store holds that is used with this model."""
+    layout = model.layout
+    return StoreIdentity(fingerprint=fingerprint(model), page_tokens=layout.page_tokens, page_bytes=layout.page_bytes)
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from rorqual.engine.images import ImageSource
 from rorqual.engine.output import Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
+from rorqual.engine.storing import StoreOptions
 from rorqual.errors import InputError
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
+from rorqual.store.interface import PageStore
 
 Prompts = PromptInput | Sequence[str | Tensor | Sequence[int]]
 
@@ -25,6 +28,8 @@ class LLM:
 
     Args:
         model: a checkpoint folder, a loaded model, or None for the shipped one.
+        store: where pages of global KV are kept beyond this process: a folder, `StoreOptions`, or an open store, which
+            the caller closes. None for nowhere.
         speculative: propose tokens with the model's drafts; the text is the same without. False for a model that has
             none.
         numerics, kernels, page_tokens: of `rorqual.load`; not for a model that is loaded already.
@@ -36,12 +41,16 @@ class LLM:
 
         llm = LLM()
         llm.generate("The whale", SamplingParams(max_tokens=20))[0].text
+
+    With a store, `close` it or leave it as a context: what is kept is then where the next process finds it. The end of
+    the interpreter does so too.
     """
 
     def __init__(
         self,
         model: str | Path | Transformer | None = None,
         *,
+        store: PageStore | StoreOptions | Path | str | None = None,
         speculative: bool = True,
         numerics: str | None = None,
         kernels: str | None = None,
@@ -56,7 +65,26 @@ class LLM:
             loaded = load(
                 None if model is None else Path(model), numerics=numerics or "fp32", kernels=kernels or "auto"
             )
-        self.engine = Engine(loaded, speculative=speculative, **options)
+        given = StoreOptions(folder=store) if isinstance(store, str | Path) else store
+        opened = given.open(loaded) if isinstance(given, StoreOptions) else given
+        self._finalizer: Callable[[], Any] = lambda: None
+        if opened is not None and opened is not given:
+            self._finalizer = weakref.finalize(self, opened.close)
+        try:
+            self.engine = Engine(loaded, store=opened, speculative=speculative, **options)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store that this one opened; calls after it go on without."""
+        self._finalizer()
 
     @property
     def model(self) -> Transformer:

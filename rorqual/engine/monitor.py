@@ -145,6 +145,7 @@ def request_json(engine: Engine, request: str) -> dict[str, Any]:
         "prompt": counts.prompt,
         "new": counts.new,
         "hit": counts.hit,
+        "restored": counts.restored,
         "queue_seconds": times.queue,
         "prefill_seconds": times.prefill,
         "token_seconds": times.per_token(max(len(own.token_ids) for own in output.completions)),

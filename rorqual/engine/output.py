@@ -48,20 +48,38 @@ class Completion:
     stopped_by: str | int | None = None
 
 
+SUMMED = (
+    "prompt",
+    "new",
+    "hit",
+    "handed",
+    "restored",
+    "replayed",
+    "computed",
+    "layer_tokens",
+    "proposed",
+    "verifications",
+    "preempted",
+)
+"""Counts that are numbers."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What a request cost, all of its completions together.
 
-    prompt, new: tokens. hit: prompt tokens found in the prefix index. handed: prompt tokens that were computed
-    elsewhere. replayed: of either, computed again for their windows. computed: rows run, replayed and rejected ones
-    included. layer_tokens: rows x layers. proposed: drafts verified. accepted: by position, how often draft i stood.
-    verifications: steps with drafts. preempted: times that it lost its pages.
+    prompt, new: tokens. hit: prompt tokens found in the prefix index or in a store. restored: of these, those of pages
+    that came from the store. handed: prompt tokens that were computed elsewhere. replayed: of the hit, or of what was
+    handed, computed again for their windows. computed: rows run, replayed and rejected ones included. layer_tokens:
+    rows x layers. proposed: drafts verified. accepted: by position, how often draft i stood. verifications: steps with
+    drafts. preempted: times that it lost its pages.
     """
 
     prompt: int = 0
     new: int = 0
     hit: int = 0
     handed: int = 0
+    restored: int = 0
     replayed: int = 0
     computed: int = 0
     layer_tokens: int = 0
@@ -78,19 +96,8 @@ class Counts:
             self.accepted[at] += 1
 
     def add(self, other: Counts) -> None:
-        for name in (
-            "prompt",
-            "new",
-            "hit",
-            "handed",
-            "replayed",
-            "computed",
-            "layer_tokens",
-            "proposed",
-            "verifications",
-        ):
+        for name in SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.preempted += other.preempted
         self.accepted += [0] * (len(other.accepted) - len(self.accepted))
         for at, count in enumerate(other.accepted):
             self.accepted[at] += count

@@ -28,6 +28,7 @@ class SequencePlan:
     handed: pages and slot are to be filled with what was handed over, of this kind of `Standing`; "" for none.
     drafts: the last so many rows are proposals to verify.
     new_pages: what its block table grows by in this step; all of it with `reset`.
+    restored: tokens below `write_floor` whose pages a store has given for this slot's sequence.
     logits_from: first row whose logits are wanted; `end` where none are.
     write_floor, window_floor, decoder_floor, run_decoder: see `SequenceStep`.
     """
@@ -39,6 +40,7 @@ class SequencePlan:
     new_pages: tuple[int, ...] = ()
     reset: bool = False
     handed: str = ""
+    restored: int = 0
     drafts: int = 0
     write_floor: int = 0
     window_floor: int = 0

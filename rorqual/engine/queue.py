@@ -50,6 +50,8 @@ class Track:
     """Forks to come at the end of its prefill."""
     standing: Standing | None = None
     """Where it begins, with what was handed over; None once it has, or has lost that."""
+    restored: int = 0
+    """Tokens below `write_floor` whose pages came from a store."""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +84,7 @@ class Track:
             begun=False,
             copies=0,
             standing=None,
+            restored=0,
         )
 
 

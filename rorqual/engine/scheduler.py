@@ -5,6 +5,7 @@ as its budget goes, and at most one chunk of more than `SHORT_SEGMENT` rows. Suc
 without any neighbour, and nobody shares its products, so that a request's tokens do not depend on who runs beside it
 (DESIGN 12). A request that needs a page when none is left takes those of the one served last, which waits again and
 comes back through the prefix index. What is running alone always fits (`submit`), so the one served first always ends.
+Who waits for pages of a store is passed over until they are there, or have not come in time (`Loads`).
 
 Cold, chunked, resumed and preempted requests differ in their numbers alone: `computed`, and three floors.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rorqual.engine.loads import Loads, NoStore
 from rorqual.engine.plan import SequencePlan, Standing, StepPlan
 from rorqual.engine.queue import Track, WaitingQueue
 from rorqual.engine.room import Room, SchedulerLimits
@@ -28,12 +30,18 @@ class Scheduler:
         kv: who owns which page and slot.
         replay: (hit, length, prefill) -> tokens below the hit that are computed again (`KVLayout.replay_tokens`).
         limits: of a step and of the queue.
+        loads: pages that come from a store.
     """
 
     def __init__(
-        self, kv: KVManager, replay: Callable[[int, int, str], int], limits: SchedulerLimits | None = None
+        self,
+        kv: KVManager,
+        replay: Callable[[int, int, str], int],
+        limits: SchedulerLimits | None = None,
+        loads: Loads | None = None,
     ) -> None:
         self.kv, self.limits = kv, limits or SchedulerLimits()
+        self._loads = loads or NoStore()
         self.preemptions = 0
         self._replay = replay
         self._waiting = WaitingQueue(self.limits.patience)
@@ -52,6 +60,10 @@ class Scheduler:
 
     def __contains__(self, request: str) -> bool:
         return request in self._running or request in self._waiting
+
+    def ahead(self, count: int) -> list[Track]:
+        """The first so many of the queue that will look for pages; what was handed over needs none."""
+        return [track for track in self._waiting.ordered(self._steps) if track.standing is None][:count]
 
     def track(self, request: str) -> Track:
         """Of a request that is running or waiting."""
@@ -168,6 +180,7 @@ class Scheduler:
         track = self._running.pop(request, None)
         if track is None:
             self._waiting.remove(self._waiting.get(request))
+            self._loads.dropped(request)
             return
         self.kv.release(request)
         track.slot = None
@@ -264,6 +277,7 @@ class Scheduler:
                 new_pages=pages,
                 reset=not track.begun,
                 handed=handed,
+                restored=track.restored,
                 drafts=max(0, end - tokens),
                 write_floor=track.write_floor,
                 window_floor=track.window_floor,
@@ -284,10 +298,18 @@ class Scheduler:
         for track in self._waiting.ordered(self._steps):
             # Logits of the prompt are computed, and so is the prompt.
             keys = track.chain.keys if track.logits_from is None and track.standing is None else []
-            if self.kv.slots.free <= kept + track.copies or not self.kv.admits(keys, track.tokens, track.tokens):
+            if self.kv.slots.free <= kept + track.copies:
                 return None  # nobody overtakes: what is free is being saved for it
-            found = self.kv.admit(track.id, keys, track.tokens, track.tokens)
+            # What was handed over needs nothing of a store.
+            loaded = () if track.standing is not None else self._loads.loaded(track)
+            if loaded is None:
+                continue  # its pages are on their way, and others need not wait for them
+            if not self.kv.admits(keys, track.tokens, track.tokens, loaded):
+                return None
+            found = self.kv.admit(track.id, keys, track.tokens, track.tokens, loaded)
             self._waiting.remove(track)
+            self._loads.admitted(track.id, keys[: found.hit // self.kv.page_tokens], found.restored)
+            track.restored = len(found.restored) * self.kv.page_tokens
             track.slot, track.told, track.begun, track.target = found.slot, 0, False, track.tokens
             self._begin(track, found.hit)
             self._running[track.id] = track

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rorqual.cache.kv_cache import KVCache
 from rorqual.engine.output import Counts
+from rorqual.store.interface import StoreStat
 
 RECENT_STEPS = 256
 
@@ -40,7 +41,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. bytes_by_group: allocated, of all pages and slots."""
+    """A snapshot. bytes_by_group: allocated, of all pages and slots. store: None without one."""
 
     running: int
     waiting: int
@@ -61,6 +62,7 @@ class EngineStats:
     bytes_by_group: dict[str, int]
     counts: Counts
     recent: tuple[StepRecord, ...]
+    store: StoreStat | None = None
 
 
 @dataclass(slots=True)

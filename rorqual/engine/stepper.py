@@ -99,6 +99,7 @@ class Stepper:
                     request.times.admitted = now
                     request.counts.hit = 0 if own.handed else own.write_floor
                     request.counts.handed = request.counts.prompt if own.handed else 0
+                    request.counts.restored = own.restored
                 if own.encoder_rows:
                     request.counts.replayed += max(0, own.write_floor - own.start)
 

@@ -2,11 +2,14 @@
 
 A request holds one slot and the pages of its positions, leading ones shared with whoever has the same prefix. What it
 may count on is reserved at once or not at all; what it gives back stays in the index while there is room.
+
+A page that was published leaves this pool for a store too, and may come back from it: an admission is told which keys'
+bytes are at hand, and gives them pages of the pool as if the index had found them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from rorqual.errors import CapacityError
@@ -16,10 +19,14 @@ from rorqual.pool.slots import SlotPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """slot: for the private state, to be reset. hit: tokens whose global KV is there already, whole pages or 0."""
+    """slot: for the private state, to be reset. hit: tokens whose global KV is there already, whole pages or 0.
+
+    restored: of these, pages whose bytes the caller has and puts there at once, before anybody reads; with their keys.
+    """
 
     slot: int
     hit: int
+    restored: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,8 @@ class KVManager:
         window: W. A hit of W tokens or fewer is not adopted: a replay would compute all of it again.
         freed_page: as `freed` of `PagePool`.
         freed_slot: as `freed` of `SlotPool`.
+        published: called with a page and its key when a request has put it into the index: all of its tokens are
+            accepted, and it never changes until it is freed. Not for restored pages.
     """
 
     def __init__(
@@ -61,8 +70,10 @@ class KVManager:
         window: int,
         freed_page: Callable[[int], None] | None = None,
         freed_slot: Callable[[int], None] | None = None,
+        published: Callable[[int, bytes], None] | None = None,
     ) -> None:
         self.page_tokens, self.window = page_tokens, window
+        self._published = published
         self.pages = PagePool(pages, freed_page)
         self.slots = SlotPool(slots, freed_slot)
         self._held: dict[Hashable, _Held] = {}
@@ -94,11 +105,13 @@ class KVManager:
         """
         return len(self._adopted(keys, length)) * self.page_tokens
 
-    def admits(self, keys: Sequence[bytes], length: int, tokens: int) -> bool:
+    def admits(self, keys: Sequence[bytes], length: int, tokens: int, loaded: Collection[bytes] = ()) -> bool:
         """Whether `admit` would succeed."""
-        return self.slots.free > 0 and self._missing(self._adopted(keys, length), tokens) <= 0
+        return self.slots.free > 0 and self._missing(self._adopted(keys, length, loaded), tokens) <= 0
 
-    def admit(self, request: Hashable, keys: Sequence[bytes], length: int, tokens: int) -> Admission:
+    def admit(
+        self, request: Hashable, keys: Sequence[bytes], length: int, tokens: int, loaded: Collection[bytes] = ()
+    ) -> Admission:
         """A slot, and pages for positions [0, tokens): adopted ones first, new ones for the rest; all or nothing.
 
         Args:
@@ -106,6 +119,7 @@ class KVManager:
             keys: of the prompt's full pages.
             length: tokens of the prompt.
             tokens: to reserve for now; what a hit covers is there anyway.
+            loaded: keys whose bytes the caller has from elsewhere.
 
         Raises:
             CapacityError: no slot, or too few pages.
@@ -113,15 +127,21 @@ class KVManager:
         assert request not in self._held, f"{request!r} holds a slot already"
         if not self.slots.free:
             raise CapacityError(f"all {self.slots.slots} slots are taken")
-        adopted = self._adopted(keys, length)
+        adopted = self._adopted(keys, length, loaded)
         missing = self._missing(adopted, tokens)
         if missing > 0:
             raise CapacityError(f"{missing} pages too few for {tokens} tokens; the cache has {self.pages.pages}")
+        found = [page for page in adopted if page is not None]
         # Before anything is allocated, so that they are not evicted for it.
-        self.pages.share(adopted)
-        fresh = self.pages.allocate(max(0, self.pages_of(tokens) - len(adopted)))
-        self._held[request] = _Held(self.slots.allocate(), adopted + fresh, len(adopted))
-        return Admission(slot=self._held[request].slot, hit=len(adopted) * self.page_tokens)
+        self.pages.share(found)
+        fresh = iter(self.pages.allocate(self._fresh(adopted, tokens)))
+        pages = [next(fresh) if page is None else page for page in adopted]
+        restored = tuple((pages[at], keys[at]) for at, page in enumerate(adopted) if page is None)
+        for page, key in restored:
+            assert self.pages.publish(page, key)
+        self._held[request] = _Held(self.slots.allocate(), [*pages, *fresh], len(adopted))
+        slot, hit = self._held[request].slot, len(adopted) * self.page_tokens
+        return Admission(slot=slot, hit=hit, restored=restored)
 
     def extend(self, request: Hashable, tokens: int) -> bool:
         """Pages for positions [0, tokens); False, and nothing taken, where there are too few."""
@@ -143,6 +163,8 @@ class KVManager:
         for page, key in zip(held.pages[held.published : len(keys)], keys[held.published :], strict=False):
             if not self.pages.publish(page, key):
                 held.private.add(page)
+            elif self._published is not None:
+                self._published(page, key)
         held.published = max(held.published, len(keys))
 
     def rewind(self, request: Hashable, position: int) -> int:
@@ -202,12 +224,21 @@ class KVManager:
         assert counts == [self.pages.references(page) for page in range(self.pages.pages)]
         assert len({held.slot for held in self._held.values()}) == len(self._held)
 
-    def _adopted(self, keys: Sequence[bytes], length: int) -> list[int]:
-        """Pages that an admission takes over."""
-        found = self.pages.match(keys[: length // self.page_tokens])
+    def _adopted(self, keys: Sequence[bytes], length: int, loaded: Collection[bytes] = ()) -> list[int | None]:
+        """Pages that an admission takes over, None for one whose bytes are to be restored."""
+        found: list[int | None] = []
+        for key in keys[: length // self.page_tokens]:
+            page = self.pages.find(key)
+            if page is None and key not in loaded:
+                break
+            found.append(page)
         return found if len(found) * self.page_tokens > self.window else []
 
-    def _missing(self, adopted: Sequence[int], tokens: int) -> int:
+    def _fresh(self, adopted: Sequence[int | None], tokens: int) -> int:
+        """Pages that an admission has to allocate: for what is restored, and for what is neither there nor at hand."""
+        return max(len(adopted), self.pages_of(tokens)) - sum(page is not None for page in adopted)
+
+    def _missing(self, adopted: Sequence[int | None], tokens: int) -> int:
         """Pages that an admission lacks; 0 or less where it has enough."""
-        cached = sum(self.pages.references(page) == 0 for page in adopted)
-        return max(0, self.pages_of(tokens) - len(adopted)) - (self.pages.available - cached)
+        cached = sum(page is not None and self.pages.references(page) == 0 for page in adopted)
+        return self._fresh(adopted, tokens) - (self.pages.available - cached)

@@ -117,6 +117,10 @@ class PagePool:
         self._key_of[page], self._page_of[key] = key, page
         return True
 
+    def find(self, key: bytes) -> int | None:
+        """The page that a key finds; no reference is taken."""
+        return self._page_of.get(key)
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Pages of the longest run of leading keys that the index holds. No reference is taken."""
         found = []

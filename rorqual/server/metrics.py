@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from rorqual.engine.output import Delta, RequestOutput
 from rorqual.engine.stats import EngineStats
 from rorqual.server.worker import Served
+from rorqual.store.interface import StoreStat
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -144,6 +145,7 @@ class Metrics(Collector):
     def _ours(self, stats: EngineStats) -> Iterator[Metric]:
         counts = stats.counts
         yield self._counter("rorqual:replayed_tokens", "Tokens found, and computed again for windows.", counts.replayed)
+        yield self._counter("rorqual:restored_tokens", "Tokens found whose pages came from the store.", counts.restored)
         yield self._counter("rorqual:computed_tokens", "Rows run, replayed and rejected ones too.", counts.computed)
         yield self._counter("rorqual:layer_tokens", "Rows times the layers that they ran.", counts.layer_tokens)
         yield self._counter("rorqual:evictions", "Cached pages that made room.", stats.evictions)
@@ -155,6 +157,16 @@ class Metrics(Collector):
         states = {"free": stats.pages_free, "used": stats.pages_used, "cached": stats.pages_cached}
         for state, count in states.items():
             made.add_metric([self._model, state], count)
+        yield made
+        if stats.store is not None:
+            yield from self._store(stats.store)
+
+    def _store(self, store: StoreStat) -> Iterator[Metric]:
+        yield self._gauge("rorqual:store_pages", "Pages in the store.", store.pages)
+        yield self._gauge("rorqual:store_bytes", "Bytes of the pages in the store.", store.bytes)
+        made = CounterMetricFamily("rorqual:store_events", "What became of pages.", labels=["model_name", "event"])
+        for event in ("puts", "gets", "hits", "dropped", "evicted", "expired", "damaged"):
+            made.add_metric([self._model, event], getattr(store, event))
         yield made
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:

@@ -45,12 +45,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nonsense"], "what: 'nonsense' cannot be measured; legal: kernels, model, memory, context, engine, plan"),
+        (
+            ["nonsense"],
+            "what: 'nonsense' cannot be measured; legal: kernels, model, memory, context, engine, plan, store",
+        ),
         ([], "Missing argument"),
         (["kernels", "--repeats", "0"], "repeats: 0 is not legal; legal: at least 1"),
         (["kernels", "--model", "somewhere"], "model: kernels are measured without a checkpoint"),
         (["kernels", "--random", "tiny"], "random: kernels are measured without a checkpoint"),
         (["plan", "--random", "tiny"], "random: the planner is measured without a checkpoint"),
+        (["store", "--random", "tiny"], "random: a store is measured without a checkpoint"),
+        (["store", "--profile"], "profile: store has none; legal: with kernels, model and engine"),
         (["model", "--random", "tiny", "--model", "x"], "random: a model is given too"),
         (["model", "--random", "teeny", "--quick"], "preset must be one of v4.1-flash, tiny"),
         (["model", "--model", "no-such-folder", "--quick"], "model: no-such-folder is not a folder"),

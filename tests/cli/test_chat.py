@@ -130,6 +130,15 @@ def test_stats_are_of_the_last_reply(script: Script) -> None:
     assert (value("pages used"), value("slots free")) == ("0", "1 of 1") and int(value("pages cached")) >= 2
 
 
+def test_a_conversation_is_found_again_by_the_next_process(script: Script, tmp_path: Path) -> None:
+    lines, kept = ("x " * 150, "Why?", "/stats"), ("--no-speculative", "--store", str(tmp_path / "kept"))
+    runs = [script(*lines, options=kept)[0], script(*lines[:1], *lines[2:], options=kept)[0]]
+    tokens = [re.findall(r"^of these from the store +(\d+)", out, re.MULTILINE) for out in runs]
+    assert tokens == [["0"], ["256"]]
+    assert runs[1].split("\n")[0] == runs[0].split("\n")[0], "greedy, and what was restored is what was computed"
+    assert int(re.findall(r"^pages in the store +(\d+)", runs[1], re.MULTILINE)[0]) >= 2
+
+
 def test_what_does_not_fit_is_one_line_and_the_talk_goes_on(script: Script) -> None:
     out, err = script("Call me.", "x " * 5000, "And then?")
     assert out == "".join(f"{text}\n" for text in replies(script.model, "Call me.", "And then?"))

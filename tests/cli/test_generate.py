@@ -35,6 +35,45 @@ def test_generate_streams_text_and_prints_stats(model: Path, capsys: pytest.Capt
     assert out.startswith(again.rstrip("\n")) and len(again) > 1
 
 
+def test_a_store_saves_a_second_run_most_of_its_prefill(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["generate", "--model", str(model), "the whale " * 45, "--max-tokens", "4", "--stats", *PLAIN]
+    kept = ["--store", str(tmp_path / "kept"), "--store-disk", "1GiB", "--store-memory", "1MiB", "--store-ttl", "99"]
+    ran, texts = [], []
+    for options in ([], kept, [*kept, "--fsync"]):
+        assert main([*asked, *options]) == 0
+        out = capsys.readouterr().out
+        texts.append(out.partition("\n")[0])
+        (row,) = [line for line in out.splitlines() if line.startswith("layer-tokens of the prefill")]
+        ran.append(int(row.removeprefix("layer-tokens of the prefill, ced").split()[0].replace(",", "")))
+    assert ran[0] == ran[1] > 3 * ran[2] and len(set(texts[:2])) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--store-disk", "1GiB"], "disk: there is no store; legal: with a folder, or memory, to keep pages in"),
+        (["--fsync"], "fsync: there is no store"),
+        (["--store", "kept", "--store-ttl", "0"], "ttl: 0.0 is not legal; legal: a time above 0, in seconds"),
+        (["--store", "kept", "--store-disk", "7"], "disk: 7 bytes hold no page"),
+        (["--store", "kept", "--store-memory", "much"], "memory must be a number of bytes"),
+    ],
+)
+def test_a_store_that_cannot_be_is_one_line(
+    model: Path,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "--model", str(model), "the whale", *options, *PLAIN]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
 def test_a_seed_makes_sampling_repeatable(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):

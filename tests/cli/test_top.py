@@ -62,6 +62,15 @@ def drawn(found: dict[str, Any], width: int) -> list[str]:
     return capture.get().splitlines()
 
 
+def test_a_store_is_told_of() -> None:
+    found = document()
+    assert not any("store" in line for line in drawn(found, 120))
+    found["stats"]["store"] = {"pages": 1234, "bytes": 2_000_000, "dropped": 5, "damaged": 6}
+    found["stats"]["counts"]["restored"] = 128
+    (line,) = [line for line in drawn(found, 160) if line.startswith("store")]
+    assert "1,234 pages, 2.0 MB; 128 tokens restored, 5 pages dropped, 6 damaged" in line
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_a_frame_tells_all_at_any_width(width: int) -> None:
     lines = drawn(document(), width)

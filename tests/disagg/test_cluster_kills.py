@@ -155,7 +155,7 @@ def test_up_says_what_runs_and_status_finds_it(cluster: Up) -> None:
 
 def test_a_server_answers_for_it_while_a_worker_is_killed(cluster: Up) -> None:
     params = SamplingParams(max_tokens=300, ignore_eos=True)
-    body = {"prompt": "The whale", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body = {"prompt": "The whale", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
     with served(cluster.config) as address, httpx.Client(base_url=address, timeout=END) as client:
         text, killed = "", False
         with client.stream("POST", "/v1/completions", json=body) as answer:

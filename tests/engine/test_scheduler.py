@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rorqual.engine.plan import SequencePlan, StepPlan
+from rorqual.engine.queue import Track
 from rorqual.engine.scheduler import Scheduler, SchedulerLimits
 from rorqual.errors import CapacityError, InputError
 from rorqual.pool.manager import KVManager
@@ -220,6 +221,46 @@ def test_nobody_overtakes_whom_room_is_saved_for() -> None:
     run.submit("small", [1], 1)
     run.run()
     assert list(run.done) == ["a", "large", "small"]
+
+
+class Loading:
+    """Says of each request when its pages have come, and which."""
+
+    def __init__(self) -> None:
+        self.ready: dict[str, list[bytes] | None] = {}
+        self.told: list[tuple[str, int]] = []
+
+    def loaded(self, track: Track) -> Collection[bytes] | None:
+        return self.ready.get(track.id, ())
+
+    def admitted(self, request: str, keys: Sequence[bytes], restored: Sequence[tuple[int, bytes]]) -> None:
+        assert len(restored) <= len(keys)
+        self.told.append((request, len(restored)))
+
+    def dropped(self, request: str) -> None:
+        self.told.append((request, -1))
+
+
+def test_who_waits_for_pages_is_passed_over() -> None:
+    """It keeps its place in front, takes what has come then, and nobody asks while there is no slot."""
+    kv, loads, chains = KVManager(pages=16, slots=1, page_tokens=PAGE, window=WINDOW), Loading(), {}
+    scheduler = Scheduler(kv, replay, SchedulerLimits(), loads)
+    for name, first in (("a", 0), ("b", 50), ("c", 70), ("gone", 90)):
+        chains[name] = PrefixChain(ROOT, PAGE)
+        chains[name].extend(range(first, first + 12))
+        scheduler.submit(name, chains[name], 1)
+    assert [track.id for track in scheduler.ahead(2)] == ["a", "b"]
+    loads.ready = {"a": None, "gone": None}
+    (plan,) = scheduler.step().sequences
+    assert (plan.request, plan.restored, loads.told) == ("b", 0, [("b", 0)])
+    loads.ready["a"] = chains["a"].keys[:2]
+    scheduler.finish("gone")
+    assert not scheduler.step().sequences[1:] and scheduler.state("a") == "waiting"
+    scheduler.finish("b")
+    (plan,) = scheduler.step().sequences
+    assert (plan.request, plan.start, plan.write_floor, plan.restored) == ("a", 4, 8, 8)
+    assert loads.told == [("b", 0), ("gone", -1), ("a", 2)]
+    scheduler.check_integrity()
 
 
 def test_what_lost_its_pages_comes_back_through_the_index() -> None:

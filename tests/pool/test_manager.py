@@ -96,6 +96,58 @@ def test_nothing_is_taken_where_there_is_too_little() -> None:
     kv.check_integrity()
 
 
+@pytest.mark.parametrize(("loaded", "hit"), [([], 4), ([1], 12), ([3, 1], 16), ([3], 4), ([1, 3, 0, 2], 16)])
+def test_pages_from_elsewhere_are_adopted_between_those_that_are_here(loaded: list[int], hit: int) -> None:
+    """Page 0 and page 2 are in the index, others are at hand; all of it was somebody's before."""
+    kv, chain = manager(pages=9, window=0), keys(range(16))
+    kv.admit("a", chain, 16, 16)
+    for at in (0, 2):
+        kv.pages.publish(kv.block_table("a")[at], chain[at])
+    here = dict(zip(chain, kv.block_table("a"), strict=True))
+    kv._held["a"].private.update(kv.block_table("a")[at] for at in (1, 3))
+    kv._held["a"].published = 4
+    assert kv.admits(chain, 16, 18, [chain[at] for at in loaded])
+    found = kv.admit("b", chain, 16, 18, [chain[at] for at in loaded])
+    kv.check_integrity()
+    table = kv.block_table("b")
+    assert found.hit == hit and len(table) == 5
+    assert found.restored == tuple((table[at], chain[at]) for at in (1, 3) if at in loaded and at < hit // PAGE)
+    assert [table[at] for at in (0, 2) if at < hit // PAGE] == [here[chain[at]] for at in (0, 2) if at < hit // PAGE]
+    assert kv.hit(chain, 16) == hit
+    kv.release("b")
+    kv.check_integrity()
+
+
+def test_a_restored_page_never_takes_the_place_of_one_that_it_goes_on_from() -> None:
+    kv = manager(pages=4, window=0)
+    run(kv, "a", range(8))
+    kv.release("a")
+    run(kv, "b", range(50, 54))
+    chain = keys(range(12))
+    assert not kv.admits(chain, 12, 16, chain) and kv.admits(chain, 12, 12, chain)
+    found = kv.admit("c", chain, 12, 12, chain)
+    assert found.hit == 12 and len(found.restored) == 1 and kv.pages.evictions == 0
+    kv.check_integrity()
+
+
+def test_whom_a_publication_is_told_to() -> None:
+    """The one whose page the index took, once; not for what was found, restored, or has a twin there."""
+    told: list[tuple[int, bytes]] = []
+    kv = KVManager(pages=9, slots=3, page_tokens=PAGE, window=0, published=lambda page, key: told.append((page, key)))
+    chain = keys(range(12))
+    kv.admit("a", chain, 12, 12)
+    kv.admit("twin", chain, 12, 12)
+    for request in ("a", "twin", "a"):
+        kv.publish(request, chain[:2])
+    assert told == list(zip(kv.block_table("a"), chain[:2], strict=False))
+    kv.release("twin")
+    found = kv.admit("b", chain, 12, 12, chain)
+    assert found.hit == 12 and len(found.restored) == 1
+    kv.publish("b", chain)
+    assert len(told) == 2
+    kv.check_integrity()
+
+
 def test_a_rewind_never_rewrites_a_published_page() -> None:
     kv = manager()
     run(kv, "a", range(14))
@@ -193,17 +245,24 @@ class Machine(RuleBasedStateMachine):
             self.holds[table[page]] = ids[page * PAGE : (page + 1) * PAGE]
         self.kv.publish(request, keys(ids))
 
-    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24))
-    def submit(self, ids: list[int]) -> None:
-        if not self.kv.admits(keys(ids), len(ids), len(ids)):
+    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24), loaded=st.sets(st.integers(0, 5)))
+    def submit(self, ids: list[int], loaded: set[int]) -> None:
+        chain = keys(ids)
+        at_hand = {chain[at] for at in loaded if at < len(chain)}
+        if not self.kv.admits(chain, len(ids), len(ids), at_hand):
             with pytest.raises(CapacityError):
-                self.kv.admit(-1, keys(ids), len(ids), len(ids))
+                self.kv.admit(-1, chain, len(ids), len(ids), at_hand)
             return
-        foreseen, request = self.kv.hit(keys(ids), len(ids)), self.count
-        found = self.kv.admit(request, keys(ids), len(ids), len(ids))
-        assert found.hit == foreseen and found.slot not in self.slots
+        foreseen, request = self.kv.hit(chain, len(ids)), self.count
+        found = self.kv.admit(request, chain, len(ids), len(ids), at_hand)
+        assert found.slot not in self.slots
+        assert found.hit == foreseen if not found.restored else found.hit > foreseen
         self.slots.add(found.slot)
         table = self.kv.block_table(request)
+        for restored, key in found.restored:
+            page = table.index(restored)
+            assert key == chain[page] and key in at_hand and restored not in self.holds
+            self.holds[restored] = ids[page * PAGE : (page + 1) * PAGE]
         for page in range(found.hit // PAGE):
             assert self.holds[table[page]] == ids[page * PAGE : (page + 1) * PAGE]
         self.ids[request], self.count = ids, self.count + 1

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from apps import asked
 from prometheus_client.parser import text_string_to_metric_families
+from serving import demo_model
 
+from rorqual.engine.identity import store_identity
 from rorqual.server.access import Server
+from rorqual.store.opener import open_store
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 WATCHED = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
@@ -66,6 +69,28 @@ def test_metrics_are_what_the_engine_counts() -> None:
     for name in ("time_to_first_token", "e2e_request_latency"):
         assert found[f"vllm:{name}_seconds_bucket", "+Inf"] == found[f"vllm:{name}_seconds_count", ""] == 4
     assert PASSAGE[:10] not in text
+
+
+def test_a_store_is_counted() -> None:
+    """By an engine that finds nothing on its device, over what another one has stored."""
+    model = demo_model()
+    store = open_store(None, store_identity(model), memory_bytes=1 << 30)
+
+    async def ask() -> tuple[str, Server]:
+        async with asked(engine={"store": store}) as (client, server):
+            body = {"prompt": PASSAGE, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            return (await client.get("/metrics")).text, server
+
+    for turn in range(2):
+        text, server = asyncio.run(ask())
+        found, stats = samples(text), server.worker.engine.stats()
+        assert stats.store is not None
+        assert found["rorqual:store_pages", ""] == stats.store.pages > 0
+        assert found["rorqual:store_bytes", ""] == stats.store.bytes == stats.store.pages * stats.page_bytes
+        assert found["rorqual:store_events_total", "hits"] == stats.store.hits
+        assert found["rorqual:restored_tokens_total", ""] == stats.counts.restored
+        assert (stats.counts.restored > 0) == (stats.store.hits > 0) == bool(turn)
 
 
 def test_the_dashboard_names_metrics_that_exist() -> None:

@@ -1,0 +1,187 @@
+"""What a disk store knows of its pages: where each is, in which order they go, and what the index has yet to be told.
+
+Integers and keys only: no file is touched here, and whoever holds it locks it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rorqual.policies import TTL
+from rorqual.store.index import Row
+from rorqual.store.segments import Place
+
+MICRO = 1_000_000
+
+
+class Entry(NamedTuple):
+    place: Place
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """gone: rows to delete. rows: to write."""
+
+    gone: Sequence[Place]
+    rows: Sequence[Row]
+
+
+class Catalogue:
+    """Args:
+        ttl: seconds after its last use at which a page goes; None for never.
+
+    >>> known = Catalogue()
+    >>> known.expire(1.0)
+    []
+    >>> known.add(b"a", Place(1, 0), b"digest")
+    >>> known.move(b"a", Place(2, 0))
+    >>> (known.live(1), known.live(2)), known.take().gone
+    ((0, 1), [Place(segment=1, position=0)])
+    """
+
+    def __init__(self, ttl: float | None = None) -> None:
+        self._entries: dict[bytes, Entry] = {}
+        self._order = TTL[bytes](math.inf if ttl is None else ttl)
+        self._in: defaultdict[int, set[bytes]] = defaultdict(set)
+        self._changed: dict[Place, bytes | None] = {}  # the key that is there now, None for none
+        self._used: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object, /) -> bool:
+        return key in self._entries
+
+    @property
+    def pending(self) -> int:
+        """Pages that came, moved or went and that the index does not know of. Mere uses are told when others are."""
+        return len(self._changed)
+
+    def keys(self) -> list[bytes]:
+        """From the page unused for longest to the latest."""
+        return list(self._order)
+
+    def find(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def live(self, segment: int) -> int:
+        """Pages of a segment that are wanted."""
+        return len(self._in.get(segment, ()))
+
+    def latest(self, segment: int) -> list[bytes]:
+        """Keys of a segment's pages, the latest use first."""
+        return sorted(self._in.get(segment, ()), key=self._order.last_use, reverse=True)
+
+    def ends(self) -> dict[int, int]:
+        """Of every segment that holds live pages: the position behind the last of them."""
+        found: dict[int, int] = {}
+        for entry in self._entries.values():
+            number, position = entry.place
+            found[number] = max(found.get(number, 0), position + 1)
+        return found
+
+    def expire(self, now: float) -> list[bytes]:
+        """Set the time; forget and return what is too old."""
+        gone = self._order.expire(now)
+        for key in gone:
+            self._drop(key)
+        return gone
+
+    def add(self, key: bytes, place: Place, digest: bytes) -> None:
+        self._place(key, Entry(place, digest))
+        self._order.insert(key)
+        self._changed[place] = key
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Uses, the last one the latest."""
+        for key in keys:
+            self._order.touch(key)
+            self._used.add(key)
+
+    def move(self, key: bytes, place: Place) -> None:
+        """The page is elsewhere now; not a use."""
+        entry = self._entries[key]
+        self._unplace(key, entry.place)
+        self._place(key, Entry(place, entry.digest))
+        self._changed[place] = key
+
+    def forget(self, key: bytes) -> None:
+        self._order.remove(key)
+        self._drop(key)
+
+    def evict(self) -> None:
+        """Forget the page unused for longest."""
+        self._drop(self._order.evict())
+
+    def load(self, rows: Iterable[Row], now: float) -> int:
+        """Take over what an index holds; how many pages were too old.
+
+        Uses in the future were written while the wall clock was ahead; they count as now, and are told so. Of uses at
+        one time, as those of a chain are, the page that was written last is taken for the deepest, and goes first.
+        """
+        latest = int(now * MICRO)
+        expired = 0
+        by_place = sorted(rows, key=lambda row: row.place, reverse=True)
+        for row in sorted(by_place, key=lambda row: min(row.used, latest)):
+            if row.key in self._entries:  # the index is damaged; one of the two is enough
+                self._changed[row.place] = None
+                continue
+            expired += len(self.expire(max(0, min(row.used, latest)) / MICRO))
+            self._place(row.key, Entry(row.place, row.digest))
+            self._order.insert(row.key)
+            if row.used > latest:
+                self._used.add(row.key)
+        return expired + len(self.expire(now))
+
+    def discard(self, place: Place) -> None:
+        """A row of the index is of no use."""
+        self._changed[place] = None
+
+    def mark_all(self) -> None:
+        """The index begins anew: it has to be told everything."""
+        self._changed = {entry.place: key for key, entry in self._entries.items()}
+
+    def take(self) -> Changes:
+        """What the index has to be told; counts as told unless it is given back."""
+        gone = [place for place, key in self._changed.items() if key is None]
+        keys = [key for key in self._changed.values() if key is not None]
+        rows = list(self._rows(dict.fromkeys((*keys, *self._used))))
+        self._changed.clear()
+        self._used.clear()
+        return Changes(gone=gone, rows=rows)
+
+    def give_back(self, changes: Changes) -> None:
+        """It could not be told. What has happened since is newer."""
+        for place in changes.gone:
+            self._changed.setdefault(place, None)
+        for row in changes.rows:
+            entry = self._entries.get(row.key)
+            there = entry is not None and entry.place == row.place
+            self._changed.setdefault(row.place, row.key if there else None)
+
+    def _rows(self, keys: Iterable[bytes]) -> Iterator[Row]:
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                yield Row(entry.place, key, entry.digest, int(self._order.last_use(key) * MICRO))
+
+    def _place(self, key: bytes, entry: Entry) -> None:
+        self._entries[key] = entry
+        self._in[entry.place.segment].add(key)
+
+    def _unplace(self, key: bytes, place: Place) -> None:
+        members = self._in[place.segment]
+        members.discard(key)
+        if not members:
+            del self._in[place.segment]
+        self._changed[place] = None
+
+    def _drop(self, key: bytes) -> None:
+        """Everything but the order, which has let go of it."""
+        self._unplace(key, self._entries.pop(key).place)
+        self._used.discard(key)
