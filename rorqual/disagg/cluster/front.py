@@ -327,7 +327,7 @@ class Front:
         run.parcel = run.prefill = None
 
     def _heard(self, post: Post, done: Future[Any]) -> list[Delta]:
-        """A prefill worker that does not answer gets no more work; its parcels that are under way fail by themselves."""
+        """A prefill worker that does not answer gets no more work; what it was to send fails by itself."""
         if (error := done.exception()) is not None and post.up:
             self._down(post, str(error))
         return []
