@@ -164,7 +164,7 @@ class Split:
         name = request or next(own for n in self._numbers if (own := f"request-{n}") not in self)
         if name in self:
             raise InputError(f"request: {name!r} is live already; legal: an id of its own")
-        self._outputs.pop(name, None)
+        self.prefill.settle()  # an id of before may be used again
         how = check_choice("prefill", prefill or self.engine.prefill, PREFILL_MODES)
         if how == "full" or params.prompt_logprobs is not None:
             self._enter(self.engine.submit(prompt, params, request=name, images=images, prefill=prefill, **options))
@@ -174,6 +174,7 @@ class Split:
         known = {key: options[key] for key in ("salt", "priority") if key in options}
         self.prefill.submit(prompt, request=name, mode=self.handover, images=pictures, **known)
         until = self._clock() + self.wait_s
+        self._outputs.pop(name, None)
         self._away[name] = _Away(prompt=prompt, params=params, images=pictures, options=options, until=until)
         return name
 
@@ -193,8 +194,9 @@ class Split:
 
     def abort(self, request: str) -> RequestOutput | None:
         """End a request wherever it is; what both sides held is free when this returns. None if it had no output."""
+        # Also where it has been pulled: the word that it was may not have been heard yet.
+        self.prefill.cancel(request)
         if self._away.pop(request, None) is not None:
-            self.prefill.cancel(request)
             return None
         return self.engine.abort(request)
 

@@ -209,7 +209,7 @@ class PrefillWorker:
 
     def step(self) -> list[Offer]:
         """Let go of what is over, run one step, offer what is ready: requests that came to an offer, or to none."""
-        self._settle()
+        self.settle()
         if self.restorer is not None:
             self.restorer.look(self.scheduler.ahead(AHEAD))
             if not self.scheduler.running:
@@ -313,8 +313,8 @@ class PrefillWorker:
         if self.restorer is not None:
             self.restorer.offer(page, key)
 
-    def _settle(self) -> None:
-        """Let go of what its receiver has, what was taken back, and what nobody came for."""
+    def settle(self) -> None:
+        """Let go of what its receiver has, what was taken back, and what nobody came for; `step` begins with it."""
         for over in self.transport.settled():
             job = self._jobs.get(over.ticket.request)
             if job is not None and job.ticket == over.ticket:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from rorqual.errors import CapacityError, InputError
+from rorqual.inventory.names import expected_tensors
 from rorqual.layout import KVLayout
-from rorqual.model.transformer import Transformer
+from rorqual.model.transformer import Transformer, of_encoder
 from rorqual.planner.capacity import MemoryPlan, plan_memory
 from rorqual.planner.placement import weight_bytes
 from rorqual.planner.units import decimal_bytes, parse_bytes
@@ -61,6 +62,14 @@ def asked_bytes(memory: int | float | str, base: int, free: int) -> int:
     return parse_bytes(str(memory), "memory")
 
 
+def loaded_bytes(model: Transformer) -> int:
+    """Bytes of the weights that a model has: of the whole checkpoint, or of its encoder."""
+    if model.has_decoder:
+        return sum(weight_bytes(model.config).values())
+    specs = expected_tensors(model.config).values()
+    return sum(spec.nbytes for spec in specs if of_encoder(model.config, spec.name))
+
+
 def plan_engine(
     model: Transformer,
     *,
@@ -85,7 +94,7 @@ def plan_engine(
         CapacityError: what does not fit, and by how much.
         InputError: an unreadable amount.
     """
-    layout, weights = model.layout, sum(weight_bytes(model.config).values())
+    layout, weights = model.layout, loaded_bytes(model)
     rows = chunk_tokens + step_tokens
     wide = 1 if model.numerics.act_dtype == torch.bfloat16 else 2
     workspace = wide * workspace_bytes(model.config, rows, sampled_rows=step_tokens)

@@ -67,6 +67,13 @@ class Backbone(nn.Module):
         """Some layers are the decoder's, whether they were loaded or not."""
         return bool(self.decoder) or self.source is not None
 
+    @property
+    def first_of_decoder(self) -> Layer | Seam:
+        """The last KV source, of which an encoder alone has what writes global KV."""
+        first = self.source or self.decoder[0]
+        assert isinstance(first, Layer | Seam)
+        return first
+
     def run_layers(
         self, layers: nn.ModuleList, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, carry: Carry, run: Run
     ) -> tuple[Tensor, Tensor]:
@@ -84,9 +91,7 @@ class Backbone(nn.Module):
 
     def seam(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:
         """The last source's global KV for every row: eq. (1) of the report, C = H W^KV on the encoder's output."""
-        first = self.source or self.decoder[0]
-        assert isinstance(first, Layer | Seam)
-        first.write_global(x_TSD, pre_TS, rows, run)
+        self.first_of_decoder.write_global(x_TSD, pre_TS, rows, run)
 
     def hidden(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> Tensor:
         """The stream collapsed by the last `pre` [T, D], before the output norm."""

@@ -218,9 +218,17 @@ def _waiting(cache: KVCache, steps: Sequence[SequenceStep]) -> list[tuple[int, S
             continue
         state = cache.slots.states[step.slot]
         crossing, state.pending = state.pending, None
-        where = {"slot": step.slot, "block_table": step.block_table}
-        floors = {"write_floor": step.write_floor, "window_floor": step.window_floor}
-        kept.append((at, Segment(row_start=0, row_end=0, start=step.end, end=step.end, **where, **floors), crossing))
+        placed = Segment(
+            row_start=0,
+            row_end=0,
+            start=step.end,
+            end=step.end,
+            slot=step.slot,
+            block_table=step.block_table,
+            write_floor=step.write_floor,
+            window_floor=step.window_floor,
+        )
+        kept.append((at, placed, crossing))
     return kept
 
 

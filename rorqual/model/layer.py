@@ -83,12 +83,17 @@ class Layer(nn.Module):
             return x_TSD, pre_TS
         return run.record(f"{self.name}.x_in", x_TSD, rows), run.record(f"{self.name}.pre_in", pre_TS, rows)
 
+    @property
+    def compressor(self) -> Compressor:
+        """Of a KV source."""
+        assert self.attn.compressor is not None
+        return self.attn.compressor
+
     def write_global(self, x_TSD: Tensor, pre_TS: Tensor, rows: Rows, run: Run) -> None:
         """Only this KV source's global KV, for rows whose attention will not run here (the CED seam)."""
         if self.engram is not None:
             x_TSD = self.engram.forward(x_TSD, rows, run, self.name)
-        assert self.attn.compressor is not None
-        self.attn.compressor(self.collapse(x_TSD, pre_TS, self.attn_norm, run), rows, run)
+        self.compressor(self.collapse(x_TSD, pre_TS, self.attn_norm, run), rows, run)
 
     def collapse(self, x_TSD: Tensor, pre_TS: Tensor, norm: Tensor, run: Run) -> Tensor:
         """Weighted sum of the copies, rounded, then normed: a sub-layer's input [T, D]."""

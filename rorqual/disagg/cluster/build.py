@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rorqual.disagg.cluster.config import ClusterConfig, WorkerSection
+from rorqual.disagg.cluster.config import LOCAL, LOOPBACK, ClusterConfig, WorkerSection
 from rorqual.disagg.cluster.copies import Copies
 from rorqual.disagg.cluster.job import Facts
 from rorqual.disagg.prefill import PrefillWorker
 from rorqual.disagg.transport import Ticket, Transport
 from rorqual.engine.engine import Engine
+from rorqual.engine.identity import store_identity
 from rorqual.engine.output import Counts
 from rorqual.engine.stats import EngineStats, bytes_by_group
-from rorqual.errors import InputError
+from rorqual.engine.storing import StoreOptions
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
 from rorqual.planner.units import parse_bytes
+from rorqual.store.interface import PageStore
+from rorqual.store.opener import open_store
+
+if TYPE_CHECKING:
+    from rorqual.disagg.mooncake import MooncakeTransport
 
 
 def engine_of(config: ClusterConfig, name: str, master: str) -> Engine:
     """The engine of a decode worker."""
     own = config.decode
+    model = _model(config, own, "all")
     return Engine(
-        _model(config, own, "all"),
+        model,
+        store=_store(config, model, name, master),
         memory=own.memory or None,
         slots=own.slots,
         replay=config.model.replay,
@@ -36,12 +43,14 @@ def engine_of(config: ClusterConfig, name: str, master: str) -> Engine:
     )
 
 
-def prefill_worker_of(config: ClusterConfig, transport: Transport) -> PrefillWorker:
+def prefill_worker_of(config: ClusterConfig, transport: Transport, name: str, master: str) -> PrefillWorker:
     """A prefill worker; without decoder weights where the hand-over needs none of them."""
     own = config.prefill
+    model = _model(config, own, "all" if config.handover.mode == "rings" else "encoder")
     return PrefillWorker(
-        _model(config, own, "all" if config.handover.mode == "rings" else "encoder"),
+        model,
         transport,
+        store=_store(config, model, name, master),
         memory=own.memory or None,
         slots=own.slots,
         replay=config.model.replay,
@@ -59,6 +68,41 @@ def _model(config: ClusterConfig, own: WorkerSection, part: str) -> Transformer:
     )
 
 
+def _store(config: ClusterConfig, model: Transformer, name: str, master: str) -> PageStore | None:
+    """Of one worker; it ends with the process, which loses nothing that was written."""
+    own = config.store
+    ttl = own.ttl or None
+    if own.kind == "memory":
+        return StoreOptions(memory=own.memory, ttl=ttl).open(model)
+    if own.kind == "disk":
+        folder = Path(own.folder) / name
+        return StoreOptions(folder=folder, memory=own.memory, disk=own.disk, ttl=ttl, fsync=own.fsync).open(model)
+    if own.kind == "mooncake":
+        from rorqual.store.remote import RemoteOptions, RemoteStore
+
+        lent = 0 if own.master == LOCAL else parse_bytes(own.memory, "store.memory")
+        options = RemoteOptions(
+            master=master,
+            host=host_of(config),
+            memory_bytes=lent,
+            protocol=config.handover.protocol,
+            devices=config.handover.device,
+        )
+        identity = store_identity(model)
+        return open_store(None, identity, remote=RemoteStore(identity, options))
+    return None
+
+
+def host_of(config: ClusterConfig) -> str:
+    """Of this machine, as Ray and the other workers reach it."""
+    if config.ray.address == LOCAL:
+        return LOOPBACK
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
     """The prefill side of a transport. answer: what a decode worker gets of an offer. release: nobody needs it more.
@@ -73,18 +117,42 @@ class Sender:
 
 def sender_of(config: ClusterConfig) -> Sender:
     """Raises InputError where its transport is not installed."""
-    if config.handover.transport != "ray":
-        raise InputError("cluster config: handover.transport: 'mooncake' is not built in; legal: ray")
-    copies = Copies(parse_bytes(config.handover.bytes, "handover.bytes"))
+    credit = parse_bytes(config.handover.bytes, "handover.bytes")
+    if config.handover.transport == "mooncake":
+        carrier = _mooncake(config, credit)
+        return Sender(
+            transport=carrier,
+            answer=lambda ticket: ticket,
+            release=lambda run: None,  # the worker cancels what is left of it
+            kept=lambda: carrier.offered_bytes,
+        )
+    copies = Copies(credit)
     return Sender(transport=copies, answer=copies.take, release=copies.release, kept=lambda: copies.out_bytes)
 
 
 def receiver_of(config: ClusterConfig) -> Callable[[Any, float], Any]:
     """What makes the bytes of a parcel out of a sender's answer, in so many seconds."""
-    return lambda answer, seconds: answer
+    if config.handover.transport == "ray":
+        return lambda answer, seconds: answer
+    carrier = _mooncake(config, 1)
+
+    def pulled(ticket: Ticket, seconds: float) -> Any:
+        try:
+            return carrier.pull(ticket, seconds)
+        finally:
+            carrier.done(ticket)
+
+    return pulled
 
 
-def facts_of(worker: Engine | PrefillWorker, name: str, role: str, slots: int) -> Facts:
+def _mooncake(config: ClusterConfig, credit: int) -> MooncakeTransport:
+    from rorqual.disagg.mooncake import MooncakeTransport
+
+    own = config.handover
+    return MooncakeTransport(host=host_of(config), protocol=own.protocol, devices=own.device, credit_bytes=credit)
+
+
+def facts_of(worker: Engine | PrefillWorker, name: str, role: str, slots: int, node: str) -> Facts:
     """Of a worker that is ready in this process."""
     config = worker.model.config
     return Facts(
@@ -92,7 +160,7 @@ def facts_of(worker: Engine | PrefillWorker, name: str, role: str, slots: int) -
         role=role,
         incarnation=uuid.uuid4().hex,
         pid=os.getpid(),
-        node=socket.gethostname(),
+        node=node,
         config=config.fingerprint(),
         fingerprint=worker.fingerprint,
         page_tokens=worker.plan.page_tokens,

@@ -27,7 +27,7 @@ KERNELS = ("auto", "fast", "plain")
 TRANSPORTS = ("ray", "mooncake")
 PROTOCOLS = ("tcp", "rdma")
 STORES = ("none", "memory", "disk", "mooncake")
-LOCAL = "local"
+LOCAL, LOOPBACK = "local", "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +96,10 @@ class HandoverSection:
 class StoreSection:
     """Where pages outlive a worker. kind: `memory` and `disk` are each worker's own, `mooncake` is everybody's.
 
-    memory, disk: bytes a worker. folder: on each machine's disk; a worker has a folder of its name in it.
-    ttl: seconds that a page is kept on disk; 0 for ever. fsync: safe against power loss.
-    master: host:port of Mooncake's; `local` starts one beside Ray's head.
+    memory: bytes of host memory a worker; of `mooncake`, what each lends to all, or all that a `local` master has.
+    disk: bytes a worker. folder: on each machine's disk; a worker has a folder of its name in it. ttl: seconds after
+    its last use at which a page goes; 0 for never. fsync: what was written outlasts a power failure.
+    master: host:port of Mooncake's; `local` starts one, and a process that lends it memory, on loopback.
     """
 
     kind: str = "none"
@@ -176,6 +177,10 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if not self.name or not all(letter.isalnum() or letter in "-_" for letter in self.name):
             raise InputError(f"cluster config: name: {self.name!r} is not legal; legal: letters, digits, - and _")
+        if self.store.kind == "mooncake" and self.store.master == LOCAL != self.ray.address:
+            raise InputError(
+                "cluster config: store.master: 'local' is not legal where Ray is not; legal: host:port"
+            )
         for role, own in (("prefill", self.prefill), ("decode", self.decode)):
             _at_least(f"{role}.workers", own.workers, 1)
             _at_least(f"{role}.slots", own.slots, 1)

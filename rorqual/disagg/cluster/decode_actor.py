@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from rorqual.disagg.cluster.build import end_process, engine_of, facts_of, receiver_of
+from rorqual.disagg.cluster.build import end_process, engine_of, facts_of, host_of, receiver_of
 from rorqual.disagg.cluster.config import ClusterConfig
 from rorqual.disagg.cluster.desk import STATS_SECONDS, Desks
 from rorqual.disagg.cluster.job import Bulletin, Facts, Holding, Job, Report
@@ -34,7 +34,7 @@ class DecodeActor:
         self._engine = engine_of(config, name, master)
         self._worker = DecodeWorker(self._engine)
         self._receive = receiver_of(config)
-        self._facts = facts_of(self._engine, name, "decode", config.decode.slots)
+        self._facts = facts_of(self._engine, name, "decode", config.decode.slots, host_of(config))
         self._stats = self._engine.stats()
         self._counted = 0.0
         self._desks = Desks(self._facts.incarnation, lambda: self._stats)

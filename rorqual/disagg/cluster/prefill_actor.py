@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rorqual.disagg.cluster.build import end_process, facts_of, prefill_stats, prefill_worker_of, sender_of
+from rorqual.disagg.cluster.build import end_process, facts_of, host_of, prefill_stats, prefill_worker_of, sender_of
 from rorqual.disagg.cluster.config import ClusterConfig
 from rorqual.disagg.cluster.job import Facts, Holding, Job
 from rorqual.disagg.cluster.loop import Loop
@@ -27,8 +27,8 @@ class PrefillActor:
     def __init__(self, config: ClusterConfig, name: str, master: str = "") -> None:
         self._config = config
         self._sender = sender_of(config)
-        self._worker = prefill_worker_of(config, self._sender.transport)
-        self._facts = facts_of(self._worker, name, "prefill", config.prefill.slots)
+        self._worker = prefill_worker_of(config, self._sender.transport, name, master)
+        self._facts = facts_of(self._worker, name, "prefill", config.prefill.slots, host_of(config))
         self._waits: dict[str, asyncio.Future[Offer]] = {}
         self._events: asyncio.AbstractEventLoop | None = None
         self._loop = Loop(self._worker, self._stepped, end_process, lambda: self._worker.computing)

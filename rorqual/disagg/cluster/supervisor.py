@@ -18,13 +18,12 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from rorqual.disagg.cluster.config import LOCAL, ClusterConfig, WorkerSection
+from rorqual.disagg.cluster.config import LOCAL, LOOPBACK, ClusterConfig, WorkerSection
 from rorqual.disagg.cluster.placing import Post
 from rorqual.disagg.cluster.presence import announced, find, refuse_second
 from rorqual.errors import CapacityError, InputError
 from rorqual.planner.units import parse_bytes
 
-LOOPBACK = "127.0.0.1"
 CALLS = 1000
 """That one worker answers at once: polls of fronts and prefills under way, which wait and take no thread."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -178,7 +177,7 @@ def _local(ray: Any, config: ClusterConfig, token: str) -> Iterator[str]:
                 address: str = context.address_info["gcs_address"]
                 if not address.startswith(f"{LOOPBACK}:"):
                     raise InputError(
-                        f"cluster: Ray listens at {address}: it was imported before; start a fresh process"
+                        f"cluster: Ray listens at {address}, as it was imported before; start a fresh process"
                     )
                 yield address
             finally:
@@ -259,9 +258,14 @@ def cause(error: BaseException) -> str:
 
 @contextmanager
 def _master(config: ClusterConfig) -> Iterator[str]:
-    """Mooncake's master, where the config wants it; its host:port, or nothing."""
-    if config.store.kind != "mooncake" or config.store.master != LOCAL:
-        yield config.store.master if config.store.kind == "mooncake" else ""
-        return
-    raise InputError("cluster config: store.master: 'local' is not legal yet; legal: host:port")
-    yield ""
+    """The host:port of Mooncake's master, where the config wants a store of it; one of our own where it says so."""
+    own = config.store
+    if own.kind != "mooncake":
+        yield ""
+    elif own.master != LOCAL:
+        yield own.master
+    else:
+        from rorqual.store.local_pool import LocalPool
+
+        with LocalPool(parse_bytes(own.memory, "store.memory"), host=LOOPBACK) as pool:
+            yield pool.master
