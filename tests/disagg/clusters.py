@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import cache
@@ -36,12 +37,14 @@ class Here:
         self.deaf: frozenset[str] = frozenset()
         self.risen: frozenset[str] = frozenset()
         self.dead, self.kills = False, 0
+        self.calls = Counter[str]()
         self._open: set[Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         outer: Future[Any] = Future()
+        self.calls[method] += 1
         if self.dead:
             outer.set_exception(RuntimeError("the worker is dead"))
             return outer
@@ -76,8 +79,16 @@ class Here:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _cancel(self) -> None:
+        """Its thread and its tasks end."""
         self.actor.close()
-        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
+
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(SECONDS)
 
     def _pass_on(self, done: Future[Any], outer: Future[Any]) -> None:
         self._open.discard(outer)
@@ -100,10 +111,12 @@ class Later:
 
 
 @contextlib.contextmanager
-def here(text: str) -> Iterator[tuple[Front, dict[str, Here]]]:
-    """A front over the workers of a config, all in this process."""
+def here(text: str, master: str = "") -> Iterator[tuple[Front, dict[str, Here]]]:
+    """A front over the workers of a config, all in this process. master: of their store, where they have one."""
     config = ClusterConfig.parse(text)
-    handles = {name: Here(lambda role=role, name=name: ROLES[role](config, name)) for name, role, _ in config.workers}
+    handles = {
+        name: Here(lambda role=role, name=name: ROLES[role](config, name, master)) for name, role, _ in config.workers
+    }
     posts = [Post(name=name, role=role, handle=handles[name]) for name, role, _ in config.workers]
     front = Front(WithoutWeights.read(), posts, config.deadlines)
     try:

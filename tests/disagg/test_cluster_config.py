@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,21 @@ def test_a_whole_config(tmp_path: Path) -> None:
 def test_what_is_not_legal_is_named(text: str, told: str) -> None:
     with pytest.raises(InputError, match=f"cluster config: {told}"):
         ClusterConfig.parse(text)
+
+
+def test_the_documents_configs_are_legal() -> None:
+    """The example, and every block of docs/cluster.md; the one of all keys has their defaults."""
+    root = Path(__file__).parents[2]
+    example = ClusterConfig.read(root / "examples" / "cluster.toml")
+    assert (example.prefill.workers, example.decode.workers, example.ray.address) == (1, 2, "local")
+    blocks = re.findall(r"```toml\n(.*?)```", (root / "docs" / "cluster.md").read_text(encoding="utf-8"), re.DOTALL)
+    every, fleet = (ClusterConfig.parse(block) for block in blocks)
+    assert every == ClusterConfig()
+    stated = tomllib.loads(blocks[0])
+    for section in fields(ClusterConfig):
+        if section.name not in ("name", "decode"):
+            assert set(stated[section.name]) == {own.name for own in fields(getattr(every, section.name))}
+    assert (len(fleet.workers), fleet.handover.protocol, fleet.store.kind) == (12, "rdma", "mooncake")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

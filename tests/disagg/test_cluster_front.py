@@ -7,7 +7,10 @@ import time
 import pytest
 from clusters import PROMPTS, SECONDS, assert_nothing_held, here, right, run, until
 
+from rorqual.disagg.cluster.config import DeadlineSection
+from rorqual.disagg.cluster.front import Front
 from rorqual.engine.params import Constraint, SamplingParams
+from rorqual.engine.text_model import WithoutWeights
 from rorqual.errors import CapacityError, InputError
 
 CONFIG = """
@@ -137,6 +140,40 @@ def test_a_silent_worker_is_killed_and_its_requests_go_on() -> None:
         assert output.text == right(PROMPTS[0], params).text
 
 
+def test_a_job_that_never_arrives_is_sent_again() -> None:
+    """The call is lost, though the worker answers all others."""
+    config = CONFIG.replace("workers = 2", "workers = 1").replace("silent = 60", "silent = 2")
+    with here(config) as (front, handles):
+        handle = handles["decode-0"]
+        handle.deaf = frozenset(["decode"])
+        name = front.submit(PROMPTS[0], SamplingParams(max_tokens=5))
+        until(front, lambda: handle.calls["decode"] == 1)
+        handle.deaf = frozenset()
+        (output,) = run(front, name)
+        assert output.text == right(PROMPTS[0], SamplingParams(max_tokens=5)).text
+        assert handle.calls["decode"] == 2 and handle.kills == 0
+
+
+def test_a_prefill_worker_that_sends_nothing_is_done_without() -> None:
+    """Its parcel is waited for, once; from then on it gets no work until it answers again."""
+    config = CONFIG + "handover = 1\n"
+    with here(config) as (front, handles):
+        handle, post = handles["prefill-0"], front.posts[0]
+        until(front, lambda: post.up)
+        handle.deaf = frozenset(["prefill", "hello"])
+        for calls in (1, 1):
+            (output,) = run(front, front.submit(PROMPTS[0], SamplingParams(max_tokens=5)))
+            assert output.text == right(PROMPTS[0], SamplingParams(max_tokens=5)).text
+            assert (output.counts.handed, handle.calls["prefill"], post.up) == (0, calls, False)
+        handle.kill()
+        handle.deaf = frozenset()
+        post.due = 0.0
+        until(front, lambda: post.up)
+        (output,) = run(front, front.submit(PROMPTS[0], SamplingParams(max_tokens=5)))
+        assert output.counts.handed == output.counts.prompt
+        assert_nothing_held(front)
+
+
 def test_an_aborted_request_leaves_nothing() -> None:
     with here(CONFIG) as (front, _):
         names = [front.submit(prompt, SamplingParams(max_tokens=400, ignore_eos=True)) for prompt in PROMPTS]
@@ -168,9 +205,5 @@ def test_a_front_that_is_gone_leaves_nothing() -> None:
 
 
 def test_nobody_answers_at_the_beginning() -> None:
-    from rorqual.disagg.cluster.config import DeadlineSection
-    from rorqual.disagg.cluster.front import Front
-    from rorqual.engine.text_model import WithoutWeights
-
     with pytest.raises(CapacityError, match="no decode worker answered within"):
         Front(WithoutWeights.read(), [], DeadlineSection(start=0.2))

@@ -1,4 +1,4 @@
-"""A cluster under a real Ray, in loopback: one prefill worker, two that decode, each a process that may die any time.
+"""The example cluster under a real Ray: one prefill worker, two that decode, each a process that may die any time.
 
 One cluster serves all of these tests: starting Ray and three workers takes longer than any of them.
 """
@@ -40,21 +40,9 @@ START, END = 400.0, 180.0
 """Seconds that nothing takes: until all workers are there, and for everything else."""
 ENVIRONMENT = "XDG_RUNTIME_DIR"
 RORQUAL = (sys.executable, "-c", "import sys; from rorqual.cli import main; sys.exit(main())")
-CONFIG = """
-name = "kills"
-[model]
-replay = "exact"
-kernels = "fast"
-max_model_len = 1024
-[prefill]
-slots = 4
-threads = 1
-[decode]
-workers = 2
-slots = 4
-threads = 1
-[ray]
-object_store = "80MiB"
+NAME = "kills"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
+DEADLINES = """
 [deadlines]
 start = 390
 silent = 60
@@ -85,7 +73,8 @@ class Up:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("cluster")
     config = folder / "cluster.toml"
-    config.write_text(CONFIG, encoding="utf-8")
+    text = EXAMPLE.read_text(encoding="utf-8").replace('name = "loopback"', f'name = "{NAME}"')
+    config.write_text(text + DEADLINES, encoding="utf-8")
     before = os.environ.get(ENVIRONMENT)
     os.environ[ENVIRONMENT] = str(folder)
     process = subprocess.Popen(
@@ -137,9 +126,9 @@ def served(config: Path) -> Iterator[str]:
 
 
 def test_up_says_what_runs_and_status_finds_it(cluster: Up) -> None:
-    own = find("kills")
+    own = find(NAME)
     assert own is not None and own.pid == cluster.process.pid and own.address.startswith("127.0.0.1:")
-    assert presence_file("kills").stat().st_mode & 0o777 == 0o600
+    assert presence_file(NAME).stat().st_mode & 0o777 == 0o600
     told = subprocess.run(
         [*RORQUAL, "cluster", "status", str(cluster.config)], capture_output=True, text=True, timeout=END
     )
@@ -147,10 +136,6 @@ def test_up_says_what_runs_and_status_finds_it(cluster: Up) -> None:
     for text in (cluster.text, told.stdout):
         assert all(name in text for name in ("prefill-0", "decode-0", "decode-1"))
     assert "no answer" not in told.stdout
-    listening = subprocess.run(
-        [*RORQUAL, "cluster", "up", str(cluster.config)], capture_output=True, text=True, timeout=END
-    )
-    assert listening.returncode == 2 and f"runs already, as process {own.pid}" in listening.stderr
 
 
 def test_a_server_answers_for_it_while_a_worker_is_killed(cluster: Up) -> None:
@@ -175,6 +160,11 @@ def test_a_server_answers_for_it_while_a_worker_is_killed(cluster: Up) -> None:
         assert b"vllm:num_requests_running" in client.get("/metrics").content
     cluster.wait_for("decode-0 has begun anew", END)
     cluster.wait_for("decode-1 has begun anew", END)
+
+
+def test_a_second_of_its_name_is_refused(cluster: Up, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "up", str(cluster.config)]) == 2
+    assert f"'{NAME}' runs already, as process {cluster.process.pid}" in capsys.readouterr().err
 
 
 def test_options_of_an_engine_are_refused_beside_a_cluster(cluster: Up, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +269,7 @@ class Killer:
         if up:
             post = self.draw.choice(up)
             assert post.facts is not None
-            with contextlib.suppress(ProcessLookupError):
+            if ours(post.facts.pid):
                 os.kill(post.facts.pid, signal.SIGKILL)
                 self.kills += 1
 
@@ -323,7 +313,7 @@ def test_down_takes_it_all_down(cluster: Up) -> None:
     while left := [int(own.name) for own in Path("/proc").iterdir() if own.name.isdecimal() and stray(int(own.name))]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
-    assert find("kills") is None and not presence_file("kills").exists()
+    assert find(NAME) is None and not presence_file(NAME).exists()
     assert main(["cluster", "down", str(cluster.config)]) == 2
 
 

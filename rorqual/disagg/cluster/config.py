@@ -178,9 +178,7 @@ class ClusterConfig:
         if not self.name or not all(letter.isalnum() or letter in "-_" for letter in self.name):
             raise InputError(f"cluster config: name: {self.name!r} is not legal; legal: letters, digits, - and _")
         if self.store.kind == "mooncake" and self.store.master == LOCAL != self.ray.address:
-            raise InputError(
-                "cluster config: store.master: 'local' is not legal where Ray is not; legal: host:port"
-            )
+            raise InputError("cluster config: store.master: 'local' is not legal where Ray is not; legal: host:port")
         for role, own in (("prefill", self.prefill), ("decode", self.decode)):
             _at_least(f"{role}.workers", own.workers, 1)
             _at_least(f"{role}.slots", own.slots, 1)

@@ -18,6 +18,7 @@ from rorqual.engine.output import Counts, Delta, RequestOutput
 from rorqual.engine.stats import EngineStats
 from rorqual.errors import HandoverError, RorqualError
 from rorqual.log import logger
+from rorqual.store.interface import PageStore
 
 
 class DecodeActor:
@@ -43,6 +44,11 @@ class DecodeActor:
         self._events: asyncio.AbstractEventLoop | None = None
         self._loop = Loop(self._engine, self._stepped, end_process)
 
+    @property
+    def store(self) -> PageStore | None:
+        """Of its pages, where it has one."""
+        return None if self._engine.restorer is None else self._engine.restorer.store
+
     async def hello(self) -> tuple[Facts, EngineStats]:
         """What it is, and how it does."""
         self._begin()
@@ -52,8 +58,8 @@ class DecodeActor:
         """How much of a prefix it has, by its index as it is now."""
         return Holding(held=len(self._engine.kv.pages.match(keys)), load=self._desks.runs)
 
-    async def decode(self, front: str, job: Job, parcel: Sequence[Any], source: str | None) -> None:
-        """Take a run. parcel: what its prefill worker gives, or nothing. source: that worker's name."""
+    async def decode(self, front: str, job: Job, parcel: Sequence[Any]) -> None:
+        """Take a run. parcel: what its prefill worker will give, or nothing."""
         self._begin()
         self._desks.open(front, job.name)
         self._tasks[job.name] = asyncio.create_task(self._enter(job, parcel))

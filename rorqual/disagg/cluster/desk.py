@@ -104,7 +104,8 @@ class Desks:
                 await asyncio.wait_for(desk.ready.wait(), POLL_SECONDS)
         desk.seen, reports, desk.reports = self._clock(), tuple(desk.reports.values()), {}
         stats = None
-        if desk.seen - desk.told >= STATS_SECONDS:
+        # With the last of its runs a front stops asking.
+        if desk.seen - desk.told >= STATS_SECONDS or not desk.runs:
             desk.told, own = desk.seen, self._stats()
             stats = replace(own, recent=own.recent[-RECENT:])
         return Bulletin(incarnation=self._incarnation, reports=reports, live=frozenset(desk.runs), stats=stats)

@@ -31,7 +31,7 @@ from rorqual.disagg.cluster.placing import HELLO_SECONDS, Inquiry, Placing, Post
 from rorqual.disagg.cluster.told import Diverged, Told
 from rorqual.disagg.cluster.totals import totals
 from rorqual.engine.images import ImageSource
-from rorqual.engine.output import Delta, RequestOutput
+from rorqual.engine.output import Counts, Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
 from rorqual.engine.stats import EngineStats
@@ -47,7 +47,7 @@ ASK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Run:
-    """A request of this front. job: without the name of a run. since: when it was last left without a worker.
+    """A request of this front. job: without the name of a run. since: when it was last sent to a worker, or lost one.
 
     post: the decode worker that has it; prefill: the one that its parcel comes from, parcel: where it will be. sent:
     polls of that worker when it had accepted the job; None before.
@@ -247,7 +247,7 @@ class Front:
         post = self._placing.choose("decode", inquiry, facts.page_tokens, facts.window)
         if post is None:
             return
-        run.inquiry, run.post, run.number, run.sent = None, post, run.number + 1, None
+        run.inquiry, run.post, run.number, run.sent, run.since = None, post, run.number + 1, None, self._clock()
         run.told.again()
         self._by_run[run.name] = run
         post.runs.add(run.name)
@@ -256,9 +256,8 @@ class Front:
         if run.prefill is not None:
             run.prefill.runs.add(run.name)
             run.parcel = run.prefill.handle.begin("prefill", job)
-        source = None if run.prefill is None else run.prefill.name
         parcel = [] if run.parcel is None else [run.parcel]
-        self._later(post.handle.call("decode", self.id, job, parcel, source), partial(self._accepted, run.name, post))
+        self._later(post.handle.call("decode", self.id, job, parcel), partial(self._accepted, run.name, post))
         self._poll(post)
 
     def _accepted(self, name: str, post: Post, done: Future[Any]) -> list[Delta]:
@@ -299,9 +298,7 @@ class Front:
         run = self._by_run.get(report.name)
         if run is None:
             return []
-        if report.lost is not None:
-            return self._lost(run, report.lost)
-        self._settle(run)
+        self._settle(run, report.counts)
         self._count(run, report)
         deltas: list[Delta] = []
         try:
@@ -319,18 +316,17 @@ class Front:
             self._leave(run)
         return deltas
 
-    def _settle(self, run: Run) -> None:
-        """A run has begun to speak: whatever it takes from a prefill worker it has."""
+    def _settle(self, run: Run, counts: Counts) -> None:
+        """A run has begun to speak: whatever it takes from a prefill worker it has.
+
+        One whose parcel did not come gets no more work until it has answered a call.
+        """
         if run.prefill is not None:
             run.prefill.runs.discard(run.name)
-            self._later(run.prefill.handle.call("settled", run.name), partial(self._heard, run.prefill))
+            run.prefill.handle.call("settled", run.name)
+            if not counts.handed:
+                self._down(run.prefill, f"the parcel of {run.name} did not come")
         run.parcel = run.prefill = None
-
-    def _heard(self, post: Post, done: Future[Any]) -> list[Delta]:
-        """A prefill worker that does not answer gets no more work; what it was to send fails by itself."""
-        if (error := done.exception()) is not None and post.up:
-            self._down(post, str(error))
-        return []
 
     def _count(self, run: Run, report: Report) -> None:
         output, now = run.told.output, self._clock()
@@ -391,6 +387,10 @@ class Front:
             if post.polling is not None and now - post.polling > self._deadlines.silent:
                 post.handle.kill()
                 deltas += self._failed(post, f"silent for {self._deadlines.silent:g} s")
+        silent = [run for run in self._runs.values() if run.post is not None and run.sent is None]
+        for run in silent:
+            if now - run.since > self._deadlines.silent:
+                deltas += self._lost(run, "it was not taken")
         for run in [run for run in self._runs.values() if run.post is None]:
             if now - run.since > self._deadlines.restart:
                 deltas += self._end(run, f"cluster: no decode worker for {self._deadlines.restart:g} s")

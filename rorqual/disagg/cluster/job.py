@@ -63,16 +63,12 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one run has come to since the last report.
-
-    counts: so far. lost: why it will not go on here, though nothing is wrong with the request.
-    """
+    """What one run has come to since the last report. counts: so far."""
 
     name: str
     deltas: tuple[Delta, ...]
     counts: Counts
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    lost: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

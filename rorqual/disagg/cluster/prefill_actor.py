@@ -13,6 +13,7 @@ from rorqual.disagg.cluster.loop import Loop
 from rorqual.disagg.prefill import Offer
 from rorqual.engine.stats import EngineStats
 from rorqual.errors import HandoverError
+from rorqual.store.interface import PageStore
 
 
 class PrefillActor:
@@ -32,6 +33,11 @@ class PrefillActor:
         self._waits: dict[str, asyncio.Future[Offer]] = {}
         self._events: asyncio.AbstractEventLoop | None = None
         self._loop = Loop(self._worker, self._stepped, end_process, lambda: self._worker.computing)
+
+    @property
+    def store(self) -> PageStore | None:
+        """Of its pages, where it has one."""
+        return None if self._worker.restorer is None else self._worker.restorer.store
 
     async def hello(self) -> tuple[Facts, EngineStats]:
         """What it is, and how it does."""
