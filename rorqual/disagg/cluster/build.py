@@ -134,7 +134,8 @@ def receiver_of(config: ClusterConfig) -> Callable[[Any, float], Any]:
     """What makes the bytes of a parcel out of a sender's answer, in so many seconds."""
     if config.handover.transport == "ray":
         return lambda answer, seconds: answer
-    carrier = _mooncake(config, 1)
+    # A receiver takes no parcel that its own credit would not hold.
+    carrier = _mooncake(config, parse_bytes(config.handover.bytes, "handover.bytes"))
 
     def pulled(ticket: Ticket, seconds: float) -> Any:
         try:

@@ -128,7 +128,8 @@ class DecodeActor:
             offered = await asyncio.wait_for(answer, self._config.deadlines.handover)
             return await asyncio.to_thread(self._receive, offered, end - time.monotonic())
         except Exception as error:
-            logger.info("cluster: no parcel for %s (%s); its prompt is computed here", job.name, type(error).__name__)
+            why = str(error).strip().rpartition("\n")[2] or type(error).__name__
+            logger.info("cluster: no parcel for %s (%s); its prompt is computed here", job.name, why)
             return None
 
     def _submit(self, job: Job, data: Any) -> None:
