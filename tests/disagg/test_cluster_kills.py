@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -32,7 +33,7 @@ from rorqual.disagg.cluster.session import front_of
 from rorqual.engine.output import RequestOutput
 from rorqual.engine.params import SamplingParams
 
-pytest.importorskip("ray", reason="needs the extra `cluster`")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `cluster`")
 
 MINUTES, FULL_MINUTES = 1.0, 10.0
 """Of traffic with kills."""

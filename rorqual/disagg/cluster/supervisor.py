@@ -108,6 +108,9 @@ def installed_ray(alone: bool) -> Any:
     os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
     import ray
 
+    if alone and ray._private.ray_constants.ENABLE_RAY_CLUSTER:
+        (name,) = ALONE
+        raise InputError(f"cluster: ray was imported before, and not for one machine; start with {name}=0 set")
     return ray
 
 
