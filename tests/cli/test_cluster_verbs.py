@@ -41,6 +41,8 @@ def test_a_config_that_is_not_legal(
 def test_nothing_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "down", config(folder)]) == 2
     assert "none called 'none' runs here" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--cluster", config(folder)]) == 2
+    assert "none called 'none' runs here; start it with `rorqual cluster up`" in capsys.readouterr().err
 
 
 def test_ray_is_named_where_it_is_missing(folder: Path) -> None:

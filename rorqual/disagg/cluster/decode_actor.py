@@ -116,7 +116,9 @@ class DecodeActor:
         try:
             data = await self._parcel(job, parcel[0]) if parcel else None
             await asyncio.wrap_future(self._loop.call(lambda: self._submit(job, data)))
-        except RorqualError as error:
+        except Exception as error:
+            if not isinstance(error, RorqualError):
+                logger.exception("cluster: %s could not be begun", job.name)
             self._refuse(job, error)
         finally:
             self._tasks.pop(job.name, None)
@@ -153,7 +155,7 @@ class DecodeActor:
             self._worker.without(error, prompt, job.params, prefill=job.prefill, **options)
         self._outputs[job.name] = self._engine.output(job.name)
 
-    def _refuse(self, job: Job, error: RorqualError) -> None:
+    def _refuse(self, job: Job, error: Exception) -> None:
         """What the front let pass and the engine does not take ends the run."""
         deltas = [
             Delta(request=job.name, index=index, text="", token_ids=(), finish_reason="error", stopped_by=str(error))
