@@ -26,8 +26,8 @@ from rorqual.planner.units import parse_bytes
 
 CALLS = 1000
 """That one worker answers at once: polls of fronts and prefills under way, which wait and take no thread."""
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
-"""Nothing is sent anywhere."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+"""Nothing is sent anywhere; and an error of a parcel that nobody came for is nobody's."""
 ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray takes 127.0.0.1 for the node's address only where it is told, on import, that there will be no other node; and
 listens there alone."""
