@@ -233,11 +233,11 @@ class Traffic:
             patience = self.draw.uniform(0, 3) if self.draw.random() < 0.15 else float("inf")
             self.live[name] = own, self.front.output(name), time.monotonic() + patience
         self.front.step()
-        for name, (own, output, until) in list(self.live.items()):
+        for name, (own, output, gone) in list(self.live.items()):
             if output.finished:
                 del self.live[name]
                 self._judge(own, output)
-            elif time.monotonic() > until:
+            elif time.monotonic() > gone:
                 del self.live[name]
                 self.front.abort(name)
                 self.aborted += 1
