@@ -12,7 +12,7 @@ import rorqual
 from rorqual.cli.app import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/architecture.md", "docs/demo-model.md")
+DOCUMENTS = ("README.md", "docs/architecture.md", "docs/demo-model.md", "docs/cluster.md")
 MADE_BY_THE_READER = re.compile(r"build/|runs/|my-texts/|ids\.json|ours\.safetensors|theirs\.safetensors|README\.json")
 FILE_LIKE = re.compile(r"(?:\.?[\w-]+/)+[\w.-]*|[\w-]+\.(?:py|md|txt|toml|json)|LICENSE|Makefile")
 

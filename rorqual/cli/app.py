@@ -61,6 +61,7 @@ VERBS: tuple[Verb, ...] = (
     Verb(name="chat", target="rorqual.cli.chat:command", help="Talk with a model in the terminal"),
     Verb(name="top", target="rorqual.cli.top:command", help="Watch an engine that runs in another process"),
     Verb(name="serve", target="rorqual.cli.serve:command", help="Serve a model over OpenAI's and Anthropic's APIs"),
+    Verb(name="cluster", target="rorqual.cli.cluster", help="Run prefill and decode workers under Ray, for `serve`"),
     Verb(name="inspect", target="rorqual.cli.inspect:command", help="Show layers, parameters and cache bytes"),
     Verb(name="plan", target="rorqual.cli.plan", help="Bytes, FLOPs, sessions and traffic of a config, by formula"),
     Verb(name="store", target="rorqual.cli.store", help="Look after the cache pages that a store keeps on disk"),

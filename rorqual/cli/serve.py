@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rorqual.errors import InputError
 
+if TYPE_CHECKING:
+    from rorqual.server.worker import Served
+
 KEYS = "RORQUAL_API_KEYS"
+OF_ENGINE = (
+    *("model", "max_model_len", "memory", "slots", "numerics", "kernels"),
+    *("store", "store_memory", "store_disk", "store_ttl", "fsync"),
+)
+"""Options of an engine in this process; the workers of a cluster have theirs from its config."""
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "deepseek_recipe", "llguidance")
 
 
 def command(
+    context: typer.Context,
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; else the shipped model.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one, which is printed.")] = 8000,
@@ -50,13 +60,15 @@ def command(
     images: Annotated[int, typer.Option(help="Images of a request.")] = 16,
     image_bytes: Annotated[int, typer.Option(help="Bytes of one image.")] = 16 << 20,
     image_pixels: Annotated[int, typer.Option(help="Pixels of one image.")] = 64 << 20,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Config of a cluster that is up; its workers have the model.")
+    ] = None,
     image_host: Annotated[list[str] | None, typer.Option(help="Host that images are fetched from; repeatable.")] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages."""
     _check_installed()
-    from rorqual.engine.engine import Engine
-    from rorqual.engine.storing import StoreOptions
-    from rorqual.model.load import load
+    if cluster is not None:
+        _check_left_out(context)
     from rorqual.server.app import create_app
     from rorqual.server.serving import address, listen, serve
     from rorqual.server.settings import ServerSettings
@@ -80,15 +92,40 @@ def command(
         image_hosts=tuple(image_host or ()),
         thinking=thinking,
     )
-    kept = StoreOptions(folder=store, memory=store_memory, disk=store_disk, ttl=store_ttl, fsync=fsync)
-    with listen(host, port) as listener:
-        loaded = load(model, numerics=numerics, kernels=kernels)
-        with kept.opened(loaded) as pages:
-            engine = Engine(
-                loaded, memory=memory, slots=slots, max_model_len=max_model_len, max_waiting=waiting, store=pages
-            )
-            app, where = create_app(engine, settings), address(listener)
-            serve(app, listener, drain, lambda: print(f"rorqual serves {model_name} at {where}", flush=True))
+    options = {"memory": memory, "slots": slots, "max_model_len": max_model_len, "max_waiting": waiting}
+    kept = {"folder": store, "memory": store_memory, "disk": store_disk, "ttl": store_ttl, "fsync": fsync}
+    with listen(host, port) as listener, ExitStack() as stack:
+        own = _front(cluster) if cluster is not None else _engine(model, numerics, kernels, kept, **options)
+        app, where = create_app(stack.enter_context(own), settings), address(listener)
+        serve(app, listener, drain, lambda: print(f"rorqual serves {model_name} at {where}", flush=True))
+
+
+@contextmanager
+def _engine(model: Path | None, numerics: str, kernels: str, kept: dict[str, Any], **options: Any) -> Iterator[Served]:
+    from rorqual.engine.engine import Engine
+    from rorqual.engine.storing import StoreOptions
+    from rorqual.model.load import load
+
+    wanted, loaded = StoreOptions(**kept), load(model, numerics=numerics, kernels=kernels)
+    with wanted.opened(loaded) as pages:
+        yield Engine(loaded, store=pages, **options)
+
+
+@contextmanager
+def _front(path: Path) -> Iterator[Served]:
+    from rorqual.disagg.cluster.config import ClusterConfig
+    from rorqual.disagg.cluster.session import front_of
+
+    with front_of(ClusterConfig.read(path)) as front:
+        yield front
+
+
+def _check_left_out(context: typer.Context) -> None:
+    """Options that would have no effect are refused."""
+    given = [name for name in OF_ENGINE if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        spelled = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"serve: {spelled} not legal with --cluster; its config says what the workers run")
 
 
 def read_keys(given: Iterable[str]) -> dict[str, str]:

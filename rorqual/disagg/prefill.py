@@ -25,11 +25,12 @@ from rorqual.disagg.parcel import Header, Parcel
 from rorqual.disagg.transport import Ticket, Transport
 from rorqual.engine.draft import Fed, feed
 from rorqual.engine.handed import take_out
-from rorqual.engine.identity import fingerprint
+from rorqual.engine.identity import fingerprint, store_identity
 from rorqual.engine.images import ImageSource
 from rorqual.engine.memory import plan_engine, spelled
 from rorqual.engine.plan import SequencePlan
 from rorqual.engine.prompts import PromptInput, read_prompt
+from rorqual.engine.restore import AHEAD, restorer_of
 from rorqual.engine.room import SchedulerLimits
 from rorqual.engine.runner import Runner
 from rorqual.engine.scheduler import Scheduler
@@ -42,6 +43,7 @@ from rorqual.model.transformer import Transformer
 from rorqual.planner.traffic import HANDOVERS
 from rorqual.pool.manager import KVManager
 from rorqual.pool.prefix import ImageSpan, PrefixChain, root_key
+from rorqual.store.interface import PageStore
 
 SLOTS = 16
 HOLD_S = 30.0
@@ -90,7 +92,7 @@ class PrefillWorker:
         memory, pages, slots, replay, chunk_tokens, max_waiting: as of `Engine`. Chunks should be those of the engines
             that decode, which then give the very bits that they would give alone.
         hold_s: `HOLD_S`.
-        freed_page, freed_slot: as of `Engine`.
+        store, freed_page, freed_slot: as of `Engine`.
         clock: seconds.
 
     Raises:
@@ -110,6 +112,7 @@ class PrefillWorker:
         chunk_tokens: int = 512,
         max_waiting: int | None = None,
         hold_s: float = HOLD_S,
+        store: PageStore | None = None,
         freed_page: Callable[[int], None] | None = None,
         freed_slot: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -134,8 +137,12 @@ class PrefillWorker:
             window=model.config.sliding_window,
             freed_page=freed_page,
             freed_slot=freed_slot,
+            published=None if store is None else self._published,
         )
-        self.scheduler = Scheduler(self.kv, self._replayed, limits)
+        self.restorer = (
+            None if store is None else restorer_of(store, store_identity(model), self.kv, self.cache.pages, clock)
+        )
+        self.scheduler = Scheduler(self.kv, self._replayed, limits, self.restorer)
         self.runner = Runner(model, self.cache)
         self.fingerprint = fingerprint(model)
         self._whole = fingerprint(model, decoder=True) if model.has_decoder else ""
@@ -204,6 +211,10 @@ class PrefillWorker:
     def step(self) -> list[Offer]:
         """Let go of what is over, run one step, offer what is ready: requests that came to an offer, or to none."""
         self.settle()
+        if self.restorer is not None:
+            self.restorer.look(self.scheduler.ahead(AHEAD))
+            if not self.scheduler.running:
+                self.restorer.wait()
         plan = self.scheduler.step()
         if plan:
             outputs = self.runner.run(plan, {own.request: self._jobs[own.request].tokens for own in plan.sequences})
@@ -298,6 +309,10 @@ class PrefillWorker:
             decoder_floor=handed.decoder_floor,
         )
         return pack(header, handed)
+
+    def _published(self, page: int, key: bytes) -> None:
+        if self.restorer is not None:
+            self.restorer.offer(page, key)
 
     def settle(self) -> None:
         """Let go of what its receiver has, what was taken back, and what nobody came for; `step` begins with it."""

@@ -143,6 +143,16 @@ class Engine:
         return self._intake.fingerprint
 
     @property
+    def waiting(self) -> int:
+        """Completions in the queue."""
+        return self.scheduler.waiting
+
+    @property
+    def drafts(self) -> bool:
+        """Requests may be sped up by drafts."""
+        return self.speculator is not None
+
+    @property
     def has_work(self) -> bool:
         """A step would do something."""
         return bool(self._lives)

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from rorqual.engine.sequence import Prompt
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
 from rorqual.model.tap import Tap
 from rorqual.model.transformer import Transformer
@@ -19,7 +20,7 @@ from rorqual.model.vision.image import ImageInput, image_patches, load_image
 ImageSource = str | Path | bytes | Image.Image | ImageInput
 
 
-def read_images(model: Transformer, images: Sequence[ImageSource]) -> list[ImageInput]:
+def read_images(model: TextModel, images: Sequence[ImageSource]) -> list[ImageInput]:
     """Open and fit images to the model's grid rule.
 
     Raises:
@@ -49,13 +50,13 @@ def image_features(model: Transformer, images: Sequence[ImageInput], tap: Tap | 
         return torch.cat([model.vision(image, _named(tap, n)) for n, image in enumerate(images)])
 
 
-def spans_prompt(model: Transformer, ids: Tensor, images: Sequence[ImageInput]) -> Prompt:
+def spans_prompt(model: TextModel, ids: Tensor, images: Sequence[ImageInput]) -> Prompt:
     """Pair a prompt's image positions with images, in order; nothing is encoded.
 
     Raises:
         InputError: image tokens without an image, or a count that is not the images' own.
     """
-    if model.vision is None:
+    if model.config.vision is None:
         return Prompt(ids=ids)
     mask = ids == model.config.image_token_id
     found, needed = int(mask.sum()), sum(i.grid.tokens for i in images)

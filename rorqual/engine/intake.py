@@ -58,7 +58,7 @@ class Intake:
         Raises:
             InputError: what is not legal, by name.
         """
-        self._check_ids(params)
+        check_ids(params, self.model.config.vocab_size)
         made, images_at, features = read_prompt(self.model, prompt, images, lazy=handed is not None)
         ids = made.ids.tolist()
         self._check_handed(handed, len(ids), params)
@@ -83,7 +83,7 @@ class Intake:
 
     def check(self, prompt: PromptInput, params: SamplingParams, images: Sequence[ImageSource]) -> int:
         """Tokens of a prompt. Raises InputError as `request`, and encodes no image."""
-        self._check_ids(params)
+        check_ids(params, self.model.config.vocab_size)
         made, _, _ = read_prompt(self.model, prompt, images, lazy=True)
         self.budget(len(made), params)
         self.matcher(params)
@@ -93,7 +93,7 @@ class Intake:
         """A request whose prompt is all that a completion has had so far."""
         if params.n != 1 or params.prompt_logprobs is not None:
             raise InputError("fork: n and prompt_logprobs are not legal; legal: one completion")
-        self._check_ids(params)
+        check_ids(params, self.model.config.vocab_size)
         request, tokens = parent.request, parent.tokens.fork()
         ids = [*request.output.prompt_token_ids, *parent.completion.token_ids]
         own = Request(
@@ -136,10 +136,7 @@ class Intake:
 
     def budget(self, prompt: int, params: SamplingParams) -> int:
         """New tokens at most, after a prompt of so many. Raises InputError where there is room for none."""
-        limit = self.max_model_len
-        if prompt >= limit:
-            raise InputError(f"prompt: {prompt} tokens do not fit the model's {limit} positions with a new token")
-        return min(params.max_tokens, limit - prompt)
+        return new_tokens(prompt, params, self.max_model_len)
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else {self.model.config.eos_token_id})
@@ -152,9 +149,17 @@ class Intake:
         if handed.tokens != tokens:
             raise InputError(f"handed: {handed.tokens} tokens for a prompt of {tokens}; legal: the prompt's own")
 
-    def _check_ids(self, params: SamplingParams) -> None:
-        vocabulary = self.model.config.vocab_size
-        for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
-            for token in ids:
-                if not 0 <= token < vocabulary:
-                    raise InputError(f"{name}: id {token} is outside the vocabulary; legal: 0..{vocabulary - 1}")
+
+def new_tokens(prompt: int, params: SamplingParams, limit: int) -> int:
+    """Tokens that a prompt of so many may have. limit: of both together. Raises InputError where there is no room."""
+    if prompt >= limit:
+        raise InputError(f"prompt: {prompt} tokens do not fit the model's {limit} positions with a new token")
+    return min(params.max_tokens, limit - prompt)
+
+
+def check_ids(params: SamplingParams, vocabulary: int) -> None:
+    """Token ids among parameters are the vocabulary's. Raises InputError."""
+    for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise InputError(f"{name}: id {token} is outside the vocabulary; legal: 0..{vocabulary - 1}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from rorqual.engine.ids import as_ids
 from rorqual.engine.images import ImageSource, image_features, read_images, span_starts, spans_prompt
 from rorqual.engine.sequence import Prompt
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
 from rorqual.model.vision.image import ImageInput, image_token_ids
@@ -22,7 +23,7 @@ PromptInput = str | Tensor | Sequence[int]
 """A text, or its token ids."""
 
 
-def checked_tokenizer(model: Transformer, prompt: str) -> Tokenizer:
+def checked_tokenizer(model: TextModel, prompt: str) -> Tokenizer:
     """The model's tokenizer. Raises InputError when there is none, or for a text that it cannot take."""
     if model.tokenizer is None:
         raise InputError("prompt: this checkpoint has no tokenizer.json; give token ids instead of text")
@@ -33,7 +34,7 @@ def checked_tokenizer(model: Transformer, prompt: str) -> Tokenizer:
     return model.tokenizer
 
 
-def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
+def encode(model: TextModel, prompt: str, images: Sequence[ImageInput] = ()) -> Tensor:
     """Token ids of a text: bos, one span per image, then the text.
 
     Raises:
@@ -48,15 +49,13 @@ def encode(model: Transformer, prompt: str, images: Sequence[ImageInput] = ()) -
     return torch.cat((torch.tensor([config.bos_token_id]), *spans, torch.tensor(text, dtype=torch.int64)))
 
 
-def read_prompt(
-    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = (), lazy: bool = False
-) -> tuple[Prompt, list[ImageSpan], Callable[[], Tensor] | None]:
-    """A prompt with its images encoded, where they stand in it, and None.
-
-    lazy: gives the prompt without features, and in the last place what computes them, if it has images.
+def place_prompt(
+    model: TextModel, prompt: PromptInput, images: Sequence[ImageSource] = ()
+) -> tuple[Prompt, list[ImageInput], list[ImageSpan]]:
+    """A prompt without image features, its images, and where they stand in it.
 
     Raises:
-        InputError: an empty prompt, ids outside the vocabulary, images that do not fit; before anything is computed.
+        InputError: an empty prompt, ids outside the vocabulary, images that do not fit.
     """
     pictures = read_images(model, images)
     ids = encode(model, prompt, pictures) if isinstance(prompt, str) else as_ids(prompt, "prompt")
@@ -65,12 +64,26 @@ def read_prompt(
     if bool(outside.any()):
         raise InputError(f"prompt: id {int(ids[outside][0])} is outside the vocabulary; legal: 0..{vocabulary - 1}")
     made = spans_prompt(model, ids, pictures)
-    features = partial(image_features, model, pictures) if pictures else None
     starts = span_starts(ids, model.config.image_token_id, pictures) if pictures else []
     spans = [
         ImageSpan(start=start, end=start + picture.grid.tokens, digest=bytes.fromhex(picture.sha256))
         for start, picture in zip(starts, pictures, strict=True)
     ]
+    return made, pictures, spans
+
+
+def read_prompt(
+    model: Transformer, prompt: PromptInput, images: Sequence[ImageSource] = (), lazy: bool = False
+) -> tuple[Prompt, list[ImageSpan], Callable[[], Tensor] | None]:
+    """A prompt with its images encoded, where they stand in it, and None.
+
+    lazy: gives the prompt without features, and in the last place what computes them, if it has images.
+
+    Raises:
+        InputError: as `place_prompt`, before anything is computed.
+    """
+    made, pictures, spans = place_prompt(model, prompt, images)
+    features = partial(image_features, model, pictures) if pictures else None
     if features is None or lazy:
         return made, spans, features
     return replace(made, embeds=features()), spans, None

@@ -12,13 +12,12 @@ from typing import Any
 
 from fastapi import Request
 
-from rorqual.engine.engine import Engine
 from rorqual.errors import InputError
 from rorqual.server.errors import HttpError, shown
 from rorqual.server.metrics import Metrics
 from rorqual.server.protocol import Conversations
 from rorqual.server.settings import ServerSettings
-from rorqual.server.worker import EngineWorker
+from rorqual.server.worker import EngineWorker, Served
 
 PUBLIC = "everybody"
 """The tenant of a server without keys."""
@@ -27,7 +26,7 @@ PUBLIC = "everybody"
 class Server:
     """What the routes share. draining: it ends what runs and takes nothing more."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Served, settings: ServerSettings) -> None:
         if engine.model.tokenizer is None:
             raise InputError("model: this checkpoint has no tokenizer.json; a server is about text")
         self.settings, self.tokenizer = settings, engine.model.tokenizer

@@ -12,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from rorqual.engine.engine import Engine
 from rorqual.server import fields, live, texts
 from rorqual.server.access import Server
 from rorqual.server.answering import Handler, answered, error_response, guarded
@@ -23,11 +22,12 @@ from rorqual.server.exchange import Exchange
 from rorqual.server.page import add_page
 from rorqual.server.protocol import CHAT, MESSAGES, RESPONSES, Api
 from rorqual.server.settings import ServerSettings
+from rorqual.server.worker import Served
 
 VERSION = installed_version("rorqual")
 
 
-def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: Served, settings: ServerSettings | None = None) -> FastAPI:
     """The application of one engine, which it then owns."""
     server = Server(engine, settings or ServerSettings())
 

@@ -79,7 +79,7 @@ class Completions:
 
     async def _submit(self, ids: list[int], budget: int) -> None:
         worker, asked = self._server.worker, self.asked
-        drafts = None if worker.engine.speculator is None and asked.speculative else asked.speculative
+        drafts = None if not worker.engine.drafts and asked.speculative else asked.speculative
         params = replace(asked.params, max_tokens=budget)
         ticket = await worker.submit(ids, params, salt=self._salt, speculative=drafts)
         assert ticket.output is not None

@@ -180,4 +180,4 @@ def _pair(one: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:
 
 def _drafts(worker: EngineWorker, asked: bool | None) -> bool | None:
     """Where there are no drafts, asking for them changes nothing."""
-    return None if worker.engine.speculator is None and asked else asked
+    return None if not worker.engine.drafts and asked else asked

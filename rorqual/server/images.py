@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from rorqual.engine.images import read_images
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
-from rorqual.model.transformer import Transformer
 from rorqual.model.vision.image import FORMATS, ImageInput, image_token_ids
 from rorqual.server.settings import ServerSettings
 
@@ -79,7 +79,7 @@ def _fetched(url: str | None, where: str, settings: ServerSettings) -> bytes:
 
 
 def with_images(
-    model: Transformer, ids: Sequence[int], sources: Sequence[Any], settings: ServerSettings
+    model: TextModel, ids: Sequence[int], sources: Sequence[Any], settings: ServerSettings
 ) -> tuple[Tensor, list[ImageInput]]:
     """The prompt with a span of positions for each image, and the images.
 
@@ -89,7 +89,7 @@ def with_images(
     prompt = torch.tensor(list(ids), dtype=torch.int64)
     if not sources:
         return prompt, []
-    if model.vision is None:
+    if model.config.vision is None:
         raise InputError("image: this model has no vision tower; give a text prompt")
     if len(sources) > settings.images:
         raise InputError(f"image: {len(sources)} are too many; the limit is {settings.images}")

@@ -9,10 +9,10 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from rorqual.engine.engine import Engine
 from rorqual.server.access import Server
 from rorqual.server.answering import Handler, guarded
 from rorqual.server.texts import Routes
+from rorqual.server.worker import Served
 
 RECENT = 32
 """Steps in `/stats`."""
@@ -43,7 +43,7 @@ def stats(server: Server) -> Handler:
     return handle
 
 
-def snapshot(engine: Engine) -> dict[str, Any]:
+def snapshot(engine: Served) -> dict[str, Any]:
     """`Engine.stats` by field, its last steps alone, and what each layer is."""
     found = engine.stats()
     layers = [

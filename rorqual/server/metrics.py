@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rorqual.engine.engine import Engine
 from rorqual.engine.output import Delta, RequestOutput
 from rorqual.engine.stats import EngineStats
+from rorqual.server.worker import Served
 from rorqual.store.interface import StoreStat
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -50,7 +50,7 @@ class Metrics(Collector):
     model: its name, a label of all. clock: that of the engine's times.
     """
 
-    def __init__(self, engine: Engine, model: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Served, model: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._model, self._clock = engine, model, clock
         self._first, self._between, self._whole = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS), Histogram(WHOLE)
         self._ends: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})

@@ -18,14 +18,47 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from rorqual.engine.engine import Engine
 from rorqual.engine.output import Delta, RequestOutput
+from rorqual.engine.stats import EngineStats
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import CapacityError, RorqualError
 from rorqual.log import logger
 
 Answer = TypeVar("Answer")
 IDLE_SECONDS = 0.5
 """How long an idle worker waits before it looks whether it is to end."""
+
+
+class Served(Protocol):
+    """What a server asks of an engine: an `Engine` in this process, or the `Front` of a cluster."""
+
+    @property
+    def model(self) -> TextModel: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def drafts(self) -> bool: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    def __contains__(self, request: str) -> bool: ...
+
+    def submit(self, *args: Any, **options: Any) -> str:
+        """Arguments of `Engine.submit`."""
+
+    def output(self, request: str) -> RequestOutput: ...
+
+    def abort(self, request: str) -> RequestOutput: ...
+
+    def step(self) -> list[Delta]: ...
+
+    def stats(self) -> EngineStats: ...
 
 
 class EngineStopped(RorqualError):
@@ -84,7 +117,7 @@ class EngineWorker:
     waiting: requests in its queue, whatever the engine's own limit; None leaves it at that. watcher: of what it does.
     """
 
-    def __init__(self, engine: Engine, waiting: int | None = None, watcher: Watcher | None = None) -> None:
+    def __init__(self, engine: Served, waiting: int | None = None, watcher: Watcher | None = None) -> None:
         self._engine, self._waiting, self._watcher = engine, waiting, watcher
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
@@ -97,7 +130,7 @@ class EngineWorker:
         return self._thread.is_alive() and not self._failed
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Served:
         """To read what never changes: its model, plan and limits."""
         return self._engine
 
@@ -116,7 +149,7 @@ class EngineWorker:
         ticket = Ticket(self, asyncio.get_running_loop())
 
         def enter() -> None:
-            waiting = self._engine.scheduler.waiting
+            waiting = self._engine.waiting
             if self._waiting is not None and waiting >= self._waiting:
                 raise CapacityError(f"queue: {waiting} requests wait already, which is the limit")
             ticket.name = self._engine.submit(prompt, params, **options)
