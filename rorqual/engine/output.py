@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 FINISHED = ("stop", "length", "abort", "error")
 """Why a completion ended: eos, a stop token or a stop text; its budget; the caller; a fault, told in `stopped_by`."""
@@ -53,9 +53,9 @@ class Counts:
     """What a request cost, all of its completions together.
 
     prompt, new: tokens. hit: prompt tokens found in the prefix index. replayed: of these, computed again for their
-    windows. computed: rows run, replayed and rejected ones included. layer_tokens: rows x layers. proposed: drafts
-    verified. accepted: by position, how often draft i stood. verifications: steps with drafts. preempted: times that it
-    lost its pages.
+    windows. computed: rows run, replayed and rejected ones included. layer_tokens: rows x layers. engram_rows: read of
+    Engram's tables. proposed: drafts verified. accepted: by position, how often draft i stood. verifications: steps
+    with drafts. preempted: times that it lost its pages.
     """
 
     prompt: int = 0
@@ -64,6 +64,7 @@ class Counts:
     replayed: int = 0
     computed: int = 0
     layer_tokens: int = 0
+    engram_rows: int = 0
     proposed: int = 0
     verifications: int = 0
     accepted: list[int] = field(default_factory=list)
@@ -77,9 +78,9 @@ class Counts:
             self.accepted[at] += 1
 
     def add(self, other: Counts) -> None:
-        for name in ("prompt", "new", "hit", "replayed", "computed", "layer_tokens", "proposed", "verifications"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.preempted += other.preempted
+        for own in fields(self):
+            if own.name != "accepted":
+                setattr(self, own.name, getattr(self, own.name) + getattr(other, own.name))
         self.accepted += [0] * (len(other.accepted) - len(self.accepted))
         for at, count in enumerate(other.accepted):
             self.accepted[at] += count
