@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from dialogue import conversations
 from PIL import Image
 from serving import Served
 
@@ -21,6 +22,7 @@ from rorqual.checkpoint.random import write_random
 from rorqual.config import presets
 from rorqual.config.image_grid import image_grid
 from rorqual.model.load import load
+from rorqual.server.protocol import CHAT
 from rorqual.server.settings import ServerSettings
 
 TOKENIZER = Path(rorqual.__file__).parent / "checkpoint" / "demo" / "tokenizer.json"
@@ -49,8 +51,8 @@ def flat(width: int, height: int, colour: int = 90, mode: str = "L") -> Image.Im
     return Image.new(mode, (width, height), colour)
 
 
-def url_of(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
+def url_of(data: bytes, kind: str = "PNG") -> str:
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(data).decode()
 
 
 def body_of(*urls: str) -> dict[str, Any]:
@@ -95,16 +97,13 @@ def test_a_shape_costs_the_tokens_of_its_grid(sees: Served, size: tuple[int, int
     assert vision is not None
     grid = image_grid(*size, vision)
     assert grid.tokens == len(grid.token_types())
-    found = {}
-    for name, pictures in (("without", ()), ("with", (flat(*size),))):
-        body = body_of(*(url_of(encoded(image)) for image in pictures))
-        answer = httpx.post(f"{sees.url}/v1/chat/completions", json=body, timeout=60)
-        counted = httpx.post(f"{sees.url}/tokenize", json={"messages": body["messages"]}, timeout=60)
-        assert (answer.status_code, counted.status_code) == (200, 200), answer.text
-        found[name] = answer.json()["usage"]["prompt_tokens"]
-        assert found[name] == counted.json()["count"]
+    body = body_of(url_of(encoded(flat(*size))))
+    answer = httpx.post(f"{sees.url}/v1/chat/completions", json=body, timeout=60)
+    counted = httpx.post(f"{sees.url}/tokenize", json={"messages": body["messages"]}, timeout=60)
+    assert (answer.status_code, counted.status_code) == (200, 200), answer.text
     # The one token that stands for an image in a rendered prompt becomes its span.
-    assert found["with"] - found["without"] == grid.tokens
+    rendered = len(conversations().call(CHAT, body, "answer").ids)
+    assert answer.json()["usage"]["prompt_tokens"] == counted.json()["count"] == rendered - 1 + grid.tokens
     sees.assert_clean()
 
 
@@ -134,18 +133,7 @@ GREY = {
 
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    (
-        ("CMYK", "JPEG"),
-        ("CMYK", "TIFF"),
-        ("I;16", "PNG"),
-        ("I;16", "TIFF"),
-        ("P", "PNG"),
-        ("P", "GIF"),
-        ("RGBA", "PNG"),
-        ("RGBA", "WEBP"),
-        ("L", "BMP"),
-        ("L", "PPM"),
-    ),
+    (("CMYK", "JPEG"), ("I;16", "PNG"), ("P", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGBA", "WEBP"), ("RGB", "WEBP")),
 )
 def test_a_grey_is_the_same_grey_in_every_pixel_format(sees: Served, mode: str, kind: str) -> None:
     """The same pixels are the same prompt: the second image is found in the cache, to the last page."""
@@ -154,10 +142,16 @@ def test_a_grey_is_the_same_grey_in_every_pixel_format(sees: Served, mode: str, 
         image.putpalette([9, 9, 9, 128, 128, 128])
     first, plain = usage(sees, flat(300, 300, 128)), usage(sees, flat(300, 300, 128))
     assert first["prompt_cache_hit_tokens"] < plain["prompt_cache_hit_tokens"]
-    answer = asked(sees, "data:image/any;base64," + base64.b64encode(encoded(image, kind)).decode())
+    answer = asked(sees, url_of(encoded(image, kind), kind))
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_cache_hit_tokens"] == plain["prompt_cache_hit_tokens"]
     sees.assert_clean()
+
+
+def test_a_kind_that_no_api_has_is_refused_with_those_that_they_have(sees: Served) -> None:
+    answer = asked(sees, url_of(encoded(flat(40, 30), "BMP"), "BMP"))
+    assert answer.status_code == 400
+    assert all(kind in answer.json()["error"]["message"] for kind in ("webp", "png", "jpeg", "gif"))
 
 
 def animated(kind: str) -> bytes:
@@ -167,9 +161,9 @@ def animated(kind: str) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ("GIF", "WEBP", "PNG", "TIFF"))
+@pytest.mark.parametrize("kind", ("GIF", "WEBP", "PNG"))
 def test_an_animation_is_refused_whichever_frame_was_meant(sees: Served, kind: str) -> None:
-    answer = asked(sees, url_of(animated(kind)))
+    answer = asked(sees, url_of(animated(kind), kind))
     assert answer.status_code == 400, answer.text
     assert "2 frames" in answer.json()["error"]["message"]
 
@@ -183,12 +177,12 @@ def bomb() -> bytes:
 
 
 def test_damaged_files_are_refused_wherever_they_are_cut(sees: Served) -> None:
-    """Of every format, cut at many places, or with bytes of its middle turned over."""
+    """Of every format, cut at many places, or with some of its bytes turned over."""
     rng, picture = random.Random(3), Image.effect_noise((60, 40), 80)
-    for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
+    for kind in ("PNG", "JPEG", "GIF", "WEBP"):
         whole = encoded(picture, kind)
-        for cut in (1, 10, len(whole) // 3, len(whole) // 2, len(whole) - 20):
-            answer = asked(sees, url_of(whole[:cut]))
+        for cut in (1, 10, len(whole) // 3, len(whole) // 2, len(whole) * 4 // 5):
+            answer = asked(sees, url_of(whole[:cut], kind))
             assert answer.status_code == 400, (kind, cut, answer.text)
             assert "image" in answer.json()["error"]["message"], (kind, cut)
         for _ in range(4):
@@ -196,7 +190,7 @@ def test_damaged_files_are_refused_wherever_they_are_cut(sees: Served) -> None:
             for at in rng.sample(range(len(data)), 12):
                 data[at] ^= 0xFF
             # Some are still pictures: other ones, but never a fault of ours.
-            answer = asked(sees, url_of(bytes(data)))
+            answer = asked(sees, url_of(bytes(data), kind))
             assert answer.status_code == 200 or "image" in answer.json()["error"]["message"], (kind, answer.text)
             assert answer.status_code in (200, 400)
     sees.assert_clean()
@@ -214,7 +208,7 @@ def test_damaged_files_are_refused_wherever_they_are_cut(sees: Served) -> None:
         ("file:///etc/passwd", "image"),
         ("/etc/passwd", "image"),
         (url_of(encoded(flat(3000, 3000, mode="1"))), "9,000,000 pixels is too large; the limit is 6,000,000"),
-        (url_of(bomb()), "900,000,000 pixels is too large"),
+        (url_of(bomb()), "image is too large; the limit is 6,000,000 pixels"),
     ),
 )
 def test_what_is_no_image_here_is_refused(sees: Served, url: str, says: str) -> None:
