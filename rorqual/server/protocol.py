@@ -133,12 +133,10 @@ class Conversations:
         model = parsed.model
         finishing = self._finishing(api, parsed)
         converted = parsed.convert(self._options)
-        thinks = converted.conversation.thinking_mode
-        constraint = answer_constraint(converted, use, self._plain, after=END_THINK if thinks else None)
+        constraint = answer_constraint(converted, use, self._plain, after=END_THINK if thinks(converted) else None)
 
-        def processor() -> Any:
-            made = finishing(api.request.chunk_generator(converted, name, model))
-            return recipe.StreamProcessor(made, converted.parsing_options, self.tokenizer)
+        def generator() -> Any:
+            return finishing(api.request.chunk_generator(converted, name, model))
 
         return Call(
             api=api,
@@ -148,7 +146,7 @@ class Conversations:
             sources=list(self._encoding.render_conversation(converted.conversation).image_sources),
             params=_sampling(given, converted.inference_options, constraint),
             limit=converted.resolve_max_tokens,
-            making=self._making(converted, use, processor),
+            making=self._making(converted, use, generator),
             stream=converted.stream,
             salt=salt,
             speculative=speculative,
@@ -162,22 +160,24 @@ class Conversations:
         echo, names = parsed.echo(), parsed.namespace_tool_map(self._options)
         return lambda generator: generator.with_echo(echo).with_namespace_tool_map(names)
 
-    def _making(self, converted: Any, use: ToolUse, processor: Callable[[], Any]) -> Making:
-        """How its answers become chunks."""
+    def _making(self, converted: Any, use: ToolUse, generator: Callable[[], Any]) -> Making:
+        """How its answers become chunks. generator: makes one of the API's."""
         parsing = converted.parsing_options
         told = IN_TEXTS | ({DSML} if parsing.parse_tool_calls else frozenset())
 
+        def parser(generator: Any) -> Any:
+            return recipe.StreamProcessor(generator, parsing, self.tokenizer)
+
         def checker() -> Any:
-            made = CHAT.request.chunk_generator(converted, "", "")
-            return recipe.StreamProcessor(made, parsing, self.tokenizer)
+            return parser(CHAT.request.chunk_generator(converted, "", ""))
 
         return Making(
-            processor=processor,
+            processor=lambda: parser(generator()),
             checker=checker if parsing.parse_tool_calls else None,
             offered=frozenset(tool.name for tool in _offered(converted.conversation)),
             several=use.several,
             hidden=frozenset(token for token, spelling in self._special.items() if spelling not in told),
-            end_think=self._plain.token_to_id(END_THINK) if converted.conversation.thinking_mode else None,
+            end_think=self._plain.token_to_id(END_THINK) if thinks(converted) else None,
         )
 
     def _check(self, api: Api, body: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -248,6 +248,12 @@ def _sampling(given: dict[str, Any], options: Any, constraint: Constraint | None
         max_tokens=max(1, extra.get("min_tokens", 1)),
         **extra,
     )
+
+
+def thinks(converted: Any) -> bool:
+    """An answer begins with thought; one that goes on with what was said before may be past it."""
+    stage = converted.parsing_options.thinking_initial_stage
+    return stage is not None and stage.starts_in_reasoning()
 
 
 def _offered(conversation: Any) -> list[Any]:
