@@ -54,22 +54,30 @@ class Reply:
 
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Parts:
         """What these tokens add."""
-        found: Parts = []
-        ready: list[Token] = []
-        for at, token in enumerate(ids):
-            if self._is_hidden(token):
-                found += self._push(ready) + self._counted(1)
-                ready = []
-                continue
-            own = Token(token, None if logprobs is None else (logprobs[at].logprob, list(logprobs[at].top)))
-            ready += [own] if self._calls is None else self._calls.add(own)
-        found += self._push(ready)
+        found = self._told(ids, logprobs)
         if self._processor.finished:
             self.done = True
             return found + list(self._processor.finish())
         if self._calls is not None and self._calls.over is not None:
             return found + self.end("stop")
         return found
+
+    def _told(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Parts:
+        tokens = [
+            Token(token, None if logprobs is None else (logprobs[at].logprob, list(logprobs[at].top)))
+            for at, token in enumerate(ids)
+        ]
+        if self._calls is None and self._hidden.isdisjoint(ids):
+            return self._push(tokens)
+        found: Parts = []
+        ready: list[Token] = []
+        for token in tokens:
+            if self._is_hidden(token.id):
+                found += self._push(ready) + self._counted(1)
+                ready = []
+            else:
+                ready += [token] if self._calls is None else self._calls.add(token)
+        return found + self._push(ready)
 
     def end(self, reason: str) -> Parts:
         """What comes after the last token. reason: the engine's; of a call that is not whole nothing is told."""
