@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import pytest
 from apps import asked, assert_free
 from dialogue import ASKED, body_of, conversations, events_of, of_chat, of_messages, of_responses, told_of
@@ -24,7 +24,7 @@ from rorqual.training.data.tokens import DSML, EOS, token_id
 
 PATHS = {CHAT.name: "/v1/chat/completions", MESSAGES.name: "/v1/messages", RESPONSES.name: "/v1/responses"}
 READ = {CHAT.name: of_chat, MESSAGES.name: of_messages, RESPONSES.name: of_responses}
-WALKS, FULL_WALKS = 24, 1000
+WALKS, FULL_WALKS = 24, 500
 LONGEST = 600
 DEPTHS: dict[str, Any] = {
     "type": "object",
@@ -83,7 +83,7 @@ def assert_calls(calls: Sequence[Sequence[str]], names: Sequence[str]) -> None:
     """Of these tools, with arguments of their schemas."""
     for name, arguments in calls:
         assert name in names
-        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        jsonschema_rs.validate(SCHEMAS[name], json.loads(arguments))
 
 
 @cache
