@@ -295,6 +295,7 @@ def test_a_phone_needs_no_sideways_scroll(opened: Callable[..., Any]) -> None:
     say(page, "Of a ship, the-longest-word-that-anybody-has-ever-typed-into-a-field-of-a-page-without-a-break.")
     assert page.input_value("#prompt").endswith("\n"), "a phone has no other key that breaks the line"
     page.click("#send")
+    assert page.evaluate("document.activeElement.id") == "log", "a keyboard would cover the answer"
     finished(page)
     assert no_sideways_scroll(page)
     shot(page, "phone")

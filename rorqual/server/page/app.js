@@ -2,6 +2,7 @@
 import { byId, make, showTalk, watch } from "./cache.js";
 
 const prompt = byId("prompt");
+const fingers = matchMedia("(pointer: coarse)");
 let turns = []; // of {message, node}
 let images = []; // data URLs of the message that is being written
 let running = null; // the AbortController of the request that runs
@@ -239,7 +240,8 @@ function send() {
   prompt.value = "";
   images = [];
   showImages();
-  prompt.focus(); // the button that may have had the focus is hidden now
+  // The button that may have had the focus is hidden now. In the field a phone's keyboard would cover the answer.
+  (fingers.matches ? byId("log") : prompt).focus();
   answer();
 }
 
@@ -293,7 +295,7 @@ const on = (id, kind, handle) => byId(id).addEventListener(kind, handle);
 on("composer", "submit", (event) => { event.preventDefault(); send(); });
 on("prompt", "keydown", (event) => {
   // A phone's keyboard has no Shift+Enter: there Enter breaks the line, and the button sends.
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || fingers.matches) return;
   event.preventDefault();
   send();
 });
