@@ -28,7 +28,7 @@ from rorqual.engine.output import Counts, Delta, RequestOutput
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
 from rorqual.engine.request import Live, Request
-from rorqual.engine.restore import AHEAD, Restorer
+from rorqual.engine.restore import AHEAD, restorer_of
 from rorqual.engine.room import SchedulerLimits
 from rorqual.engine.runner import Runner
 from rorqual.engine.scheduler import Scheduler
@@ -124,7 +124,9 @@ class Engine:
             freed_slot=freed_slot,
             published=None if store is None else self._offer,
         )
-        self.restorer = None if store is None else self._restored_from(store, clock)
+        self.restorer = None
+        if store is not None:
+            self.restorer = restorer_of(store, store_identity(model), self.kv, self.cache.pages, clock)
         self.speculative = model.draft is not None if speculative is None else speculative
         wants = self.speculative or draft_tokens is not None
         self.speculator = Speculator(model, self.cache, draft_tokens) if wants else None
@@ -413,13 +415,6 @@ class Engine:
         for live in own.lives:
             del self._lives[live.key]
         self._log.counts.add(own.counts)
-
-    def _restored_from(self, store: PageStore, clock: Callable[[], float]) -> Restorer | None:
-        own = store_identity(self.model)
-        if store.identity != own:
-            logger.warning("store: it is of another model or page size (%s); going on without", store.identity)
-            return None
-        return Restorer(store, self.kv, self.cache.pages, clock)
 
     def _offer(self, page: int, key: bytes) -> None:
         if self.restorer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 FINISHED = ("stop", "length", "abort", "error")
 """Why a completion ended: eos, a stop token or a stop text; its budget; the caller; a fault, told in `stopped_by`."""
@@ -48,22 +48,6 @@ class Completion:
     stopped_by: str | int | None = None
 
 
-SUMMED = (
-    "prompt",
-    "new",
-    "hit",
-    "restored",
-    "handed",
-    "replayed",
-    "computed",
-    "layer_tokens",
-    "proposed",
-    "verifications",
-    "preempted",
-)
-"""Counts that are numbers."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What a request cost, all of its completions together.
@@ -71,8 +55,8 @@ class Counts:
     prompt, new: tokens. hit: prompt tokens found in the prefix index or in a store. restored: of these, those of pages
     that came from the store. handed: prompt tokens that were computed elsewhere. replayed: of hit or handed, computed
     again for their windows. computed: rows run, replayed and rejected ones included. layer_tokens: rows x layers.
-    proposed: drafts verified. accepted: by position, how often draft i stood. verifications: steps with drafts.
-    preempted: times that it lost its pages.
+    engram_rows: read of Engram's tables. proposed: drafts verified. accepted: by position, how often draft i stood.
+    verifications: steps with drafts. preempted: times that it lost its pages.
     """
 
     prompt: int = 0
@@ -83,6 +67,7 @@ class Counts:
     replayed: int = 0
     computed: int = 0
     layer_tokens: int = 0
+    engram_rows: int = 0
     proposed: int = 0
     verifications: int = 0
     accepted: list[int] = field(default_factory=list)
@@ -96,8 +81,9 @@ class Counts:
             self.accepted[at] += 1
 
     def add(self, other: Counts) -> None:
-        for name in SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for own in fields(self):
+            if own.name != "accepted":
+                setattr(self, own.name, getattr(self, own.name) + getattr(other, own.name))
         self.accepted += [0] * (len(other.accepted) - len(self.accepted))
         for at, count in enumerate(other.accepted):
             self.accepted[at] += count

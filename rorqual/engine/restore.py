@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from rorqual.cache.pages import GlobalPages
 from rorqual.engine.fetch import Fetch, Fetcher
 from rorqual.engine.queue import Track
+from rorqual.log import logger
 from rorqual.pool.manager import KVManager
-from rorqual.store.interface import PageStore
+from rorqual.store.interface import PageStore, StoreIdentity
 
 PATIENCE = 5.0
 """Seconds that a request which could be admitted waits for its pages at most."""
@@ -134,3 +135,13 @@ class Restorer:
     def _drop(self, fetch: Fetch | None) -> None:
         if fetch is not None and fetch.keys:
             self.fetcher.drop(fetch)
+
+
+def restorer_of(
+    store: PageStore, own: StoreIdentity, kv: KVManager, pages: GlobalPages, clock: Callable[[], float]
+) -> Restorer | None:
+    """Of a cache with this identity; None, with a warning, where the store is of another."""
+    if store.identity != own:
+        logger.warning("store: it is of another model or page size (%s); going on without", store.identity)
+        return None
+    return Restorer(store, kv, pages, clock)

@@ -34,6 +34,9 @@ class Runner:
         self.layer_tokens = 0
         self._encoder = model.config.decoder_start
         self._decoder = model.config.num_hidden_layers - self._encoder
+        readers = [role.layer_id for role in model.config.roles if role.engram_index is not None]
+        self._encoder_reads = sum(layer < self._encoder for layer in readers) * model.config.engram_columns
+        self._decoder_reads = len(readers) * model.config.engram_columns - self._encoder_reads
         nothing = torch.empty(0, dtype=torch.int64, device=model.device)
         self._tables = [nothing for _ in cache.slots.states]
 
@@ -74,6 +77,10 @@ class Runner:
     def layers_run(self, plan: SequencePlan, output: SequenceOutput) -> int:
         """Rows x layers that ran for one sequence of a step."""
         return plan.encoder_rows * self._encoder + (output.end - output.first) * self._decoder
+
+    def engram_rows(self, plan: SequencePlan, output: SequenceOutput) -> int:
+        """Rows of Engram tables that were read for one sequence of a step: one a hash column, layer and row of it."""
+        return plan.rows * self._encoder_reads + (output.end - output.first) * self._decoder_reads
 
     def fork(self, made: Fork, pages: Sequence[int]) -> None:
         """Copy private state, and a last page that is not full. pages: the child's block table."""

@@ -124,6 +124,7 @@ class Stepper:
             counts, own = result.live.request.counts, result.plan
             counts.computed += own.encoder_rows
             counts.layer_tokens += self.runner.layers_run(own, result.output)
+            counts.engram_rows += self.runner.engram_rows(own, result.output)
             if result.live.request.output.prompt_logprobs is not None:
                 self._prompt_logprobs(result)
         return results

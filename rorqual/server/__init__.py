@@ -5,6 +5,10 @@ worker           `EngineWorker`: the engine in a thread of its own, asked from a
 fields           which fields of a body mean something, and readers of single ones
 protocol         conversation bodies to prompts and answers to bodies, by `deepseek-recipe`, the model makers' library
 history          earlier tool calls, however a client spells their arguments
+tool_use         what a body says of tool calls, and what its answer has to match because of that
+tool_grammar     calls of given tools as a grammar
+tool_calls       calls reach a client whole, or not at all
+reply            one completion's tokens on their way to chunks
 exchange         one conversation's way through the engine: chunks as they come, or one answer
 completion_body  what a text completion asks for
 completion_text  its text and log-probabilities, piece by piece

@@ -36,6 +36,7 @@ class Asked:
     usage: bool
     salt: str
     speculative: bool | None
+    priority: int
 
 
 def read(body: Mapping[str, Any], settings: ServerSettings) -> Asked:
@@ -70,6 +71,7 @@ def read(body: Mapping[str, Any], settings: ServerSettings) -> Asked:
         usage=fields.flag(options or {}, "include_usage"),
         salt=fields.text(body, "cache_salt"),
         speculative=speculative,
+        priority=fields.priority(body),
     )
 
 

@@ -81,7 +81,7 @@ class Completions:
         worker, asked = self._server.worker, self.asked
         drafts = None if not worker.engine.drafts and asked.speculative else asked.speculative
         params = replace(asked.params, max_tokens=budget)
-        ticket = await worker.submit(ids, params, salt=self._salt, speculative=drafts)
+        ticket = await worker.submit(ids, params, salt=self._salt, speculative=drafts, priority=asked.priority)
         assert ticket.output is not None
         text, offsets = self._spelling.prompt(ids) if asked.echo else ("", [])
         self._prompts.append(_Prompt(ticket, ticket.output, text, offsets))

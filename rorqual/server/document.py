@@ -26,6 +26,7 @@ SAMPLING: dict[str, Schema] = {
     "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
     "stream": {"type": "boolean"},
     "cache_salt": {"type": "string"},
+    "priority": {"type": "integer", "minimum": 0},
 }
 MESSAGE: Schema = {
     "type": "object",
@@ -62,6 +63,7 @@ BODIES: dict[str, Schema] = {
             "response_format": _object({"type": {"enum": ["text", "json_object", "json_schema"]}}, "type"),
             "tools": {"type": "array", "items": {"type": "object"}},
             "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]},
+            "parallel_tool_calls": {"type": "boolean"},
             "reasoning_effort": {"anyOf": [{"enum": ["low", "high", "max"]}, {**COUNT, "maximum": 100}]},
             "thinking": _object({"type": {"enum": ["enabled", "disabled"]}}, "type"),
         },

@@ -9,17 +9,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import deepseek_recipe as recipe
-
-from rorqual.engine.output import Delta, TokenLogprob
+from rorqual.engine.output import Delta
 from rorqual.server.errors import HttpError
 from rorqual.server.images import with_images
 from rorqual.server.protocol import CHAT, Call, joined
+from rorqual.server.reply import Parts, Reply
 from rorqual.server.settings import ServerSettings
 from rorqual.server.worker import EngineWorker, Ticket
-
-Parts = list[Any]
-REASONS = {"length": recipe.InferenceFinishReason.Length}
 
 REPLAYED = "prompt_cache_replayed_tokens"
 """Beside the prompt's hit in Chat Completions' usage: how much of it was computed again for its windows."""
@@ -33,9 +29,7 @@ class Exchange:
 
     def __init__(self, call: Call, ticket: Ticket) -> None:
         self.call, self.ticket, self.created = call, ticket, int(time.time())
-        self._processors = [call.processor() for _ in range(call.params.n)]
-        self._begun: set[int] = set()
-        self._done: set[int] = set()
+        self._replies = [Reply(call.making) for _ in range(call.params.n)]
 
     @classmethod
     async def begin(cls, worker: EngineWorker, call: Call, settings: ServerSettings) -> Exchange:
@@ -49,7 +43,12 @@ class Exchange:
         most = call.limit(len(prompt), worker.engine.max_model_len)
         params = replace(call.params, max_tokens=max(most, call.params.min_tokens))
         ticket = await worker.submit(
-            prompt, params, images=pictures, salt=call.salt, speculative=_drafts(worker, call.speculative)
+            prompt,
+            params,
+            images=pictures,
+            salt=call.salt,
+            speculative=_drafts(worker, call.speculative),
+            priority=call.priority,
         )
         return cls(call, ticket)
 
@@ -61,40 +60,34 @@ class Exchange:
         """
         try:
             async for delta in self.ticket:
-                if delta.index in self._done:
+                if self._replies[delta.index].done:
                     continue
                 yield delta.index, self._parts(delta)
-                if len(self._done) == len(self._processors):
+                if self._done:
                     break
         finally:
             await asyncio.shield(self.abort())
 
+    @property
+    def _done(self) -> bool:
+        return all(reply.done for reply in self._replies)
+
     async def abort(self) -> None:
         """End it where it has not ended; its pages are free when this returns."""
         # A stop text of the protocol's ends it as much as one of the engine's would.
-        await self.ticket.abort("stop" if len(self._done) == len(self._processors) else "abort")
+        await self.ticket.abort("stop" if self._done else "abort")
 
     def _parts(self, delta: Delta) -> Parts:
-        processor, found = self._processors[delta.index], []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            prompt, hit = self.usage
-            usage = recipe.PromptUsage(prompt_tokens=prompt, prompt_cache_hit_tokens=hit)
-            found += processor.push(recipe.InferenceChunk.ready(prompt_usage=usage))
-        ids, logprobs = list(delta.token_ids), delta.logprobs
+        reply = self._replies[delta.index]
+        found = reply.begin(*self.usage)
+        ids = list(delta.token_ids)
         if delta.finish_reason == "stop" and isinstance(delta.stopped_by, int):
             ids = ids[:-1]
-        if ids and not processor.finished:
-            told = None if logprobs is None else [_pair(one) for one in logprobs[: len(ids)]]
-            found += processor.push(recipe.InferenceChunk.tokens(ids, told))
+        found += reply.add(ids, delta.logprobs)
         if delta.finish_reason == "error":
             raise HttpError(500, str(delta.stopped_by))
-        if delta.finish_reason is not None and not processor.finished:
-            reason = REASONS.get(delta.finish_reason, recipe.InferenceFinishReason.Stop)
-            found += processor.push(recipe.InferenceChunk.finish(reason))
-        if processor.finished or delta.finish_reason is not None:
-            found += processor.finish()
-            self._done.add(delta.index)
+        if delta.finish_reason is not None and not reply.done:
+            found += reply.end(delta.finish_reason)
         return found
 
     @property
@@ -111,7 +104,7 @@ class Exchange:
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        found: list[Parts] = [[] for _ in self._processors]
+        found: list[Parts] = [[] for _ in self._replies]
         async for index, parts in self.parts():
             found[index] += parts
         each = [json.loads(joined(parts, self.call, self.usage, self.created)) for parts in found]
@@ -126,7 +119,7 @@ class Exchange:
         async for index, parts in self.parts():
             for part in parts:
                 name, text = api.response.sse_event_name(part), part.to_json()
-                if api is CHAT and (len(self._processors) > 1 or '"usage":{' in text):
+                if api is CHAT and (len(self._replies) > 1 or '"usage":{' in text):
                     chunk = self._told(json.loads(text), index, usage)
                     if not chunk["choices"] and not chunk.get("usage"):
                         continue
@@ -151,7 +144,7 @@ class Exchange:
             usage.update(told)
         if told:
             usage[REPLAYED] = self._replayed
-            chunk["usage"] = usage if len(self._done) == len(self._processors) else None
+            chunk["usage"] = usage if self._done else None
         return chunk
 
 
@@ -172,10 +165,6 @@ def _add_usage(whole: dict[str, Any], other: dict[str, Any]) -> None:
     details, more = (usage.get("completion_tokens_details") or {} for usage in (whole, other))
     for name, count in more.items():
         details[name] = (details.get(name) or 0) + (count or 0)
-
-
-def _pair(one: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:
-    return one.logprob, list(one.top)
 
 
 def _drafts(worker: EngineWorker, asked: bool | None) -> bool | None:

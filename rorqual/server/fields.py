@@ -214,6 +214,13 @@ def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
+def priority(body: Mapping[str, Any]) -> int:
+    """0 where it is missing. A client may let others go first, and not push in front of them."""
+    found = whole(body, "priority", 0, 2**31 - 1, 0)
+    assert found is not None
+    return found
+
+
 def text(body: Mapping[str, Any], name: str, default: str = "") -> str:
     value = body.get(name)
     if value is None:

@@ -47,6 +47,8 @@ def _check_pixels(data: bytes, where: str, limit: int) -> None:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             pixels = image.width * image.height
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{where}: image is too large; the limit is {limit:,} pixels") from error
     except Exception:  # decoders raise nearly anything on hostile bytes
         return
     if pixels > limit:

@@ -148,6 +148,7 @@ class Metrics(Collector):
         yield self._counter("rorqual:restored_tokens", "Tokens found whose pages came from the store.", counts.restored)
         yield self._counter("rorqual:computed_tokens", "Rows run, replayed and rejected ones too.", counts.computed)
         yield self._counter("rorqual:layer_tokens", "Rows times the layers that they ran.", counts.layer_tokens)
+        yield self._counter("rorqual:engram_rows_read", "Rows read of Engram's tables.", counts.engram_rows)
         yield self._counter("rorqual:evictions", "Cached pages that made room.", stats.evictions)
         made = GaugeMetricFamily("rorqual:cache_bytes", "Allocated bytes.", labels=["model_name", "group"])
         for group, size in stats.bytes_by_group.items():

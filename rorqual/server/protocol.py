@@ -18,8 +18,10 @@ from rorqual.engine.params import Constraint, SamplingParams
 from rorqual.errors import InputError
 from rorqual.server import fields
 from rorqual.server.history import with_arguments
+from rorqual.server.reply import Making
 from rorqual.server.settings import ServerSettings
-from rorqual.training.data.tokens import END_THINK, plain_ids, token_id
+from rorqual.server.tool_use import ToolUse, answer_constraint, tool_use
+from rorqual.training.data.tokens import DSML, END_THINK, IN_TEXTS, SPECIAL_TOKENS, plain_ids, token_id
 
 EXTENSIONS = {
     "n": "n",
@@ -58,10 +60,7 @@ MESSAGES = Api("msg", recipe.MessagesRequest, recipe.MessagesResponse, fields.ME
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a body asks of the engine. ids: the prompt, one image token an image. sources: its images, in order.
-
-    processor: makes what turns tokens into chunks, for one completion each.
-    """
+    """What a body asks of the engine. ids: the prompt, one image token an image. sources: its images, in order."""
 
     api: Api
     id: str
@@ -70,10 +69,11 @@ class Call:
     sources: list[Any]
     params: SamplingParams
     limit: Callable[[int, int], int]
-    processor: Callable[[], Any]
+    making: Making
     stream: bool
     salt: str
     speculative: bool | None
+    priority: int
 
     def of(self, tenant: str) -> Call:
         """In a tenant's name: two tenants never share a page, nor two salts of one."""
@@ -101,6 +101,11 @@ class Conversations:
         self.settings = settings
         self.tokenizer = recipe.Tokenizer.from_str(tokenizer)
         self._plain = Tokenizer.from_str(tokenizer)
+        self._special = {
+            token: own.content
+            for token, own in self._plain.get_added_tokens_decoder().items()
+            if own.special or own.content in SPECIAL_TOKENS
+        }
         self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(self.tokenizer)
         names = dict.fromkeys((settings.model, *settings.aliases), recipe.ModelVersion.DeepseekV41Flash)
         self._options = recipe.ConversionOptions(default_thinking_mode=settings.thinking).with_model_versions_by_name(
@@ -115,28 +120,23 @@ class Conversations:
         """
         body = dict(body)
         given = {ours: body.pop(theirs) for theirs, ours in EXTENSIONS.items() if body.get(theirs) is not None}
-        salt = fields.text(body, "cache_salt")
+        salt, priority = fields.text(body, "cache_salt"), fields.priority(body)
         speculative = None if body.get("speculative") is None else fields.flag(body, "speculative")
         if api is CHAT and body.get("max_completion_tokens") is not None:
             body["max_tokens"] = body["max_completion_tokens"]
         ours = {*EXTENSIONS, "cache_salt", "speculative", "max_completion_tokens", "priority"}
         body = {field: value for field, value in body.items() if field not in ours}
         self._check(api, body, given)
-        body = with_arguments(body)
+        body, use = with_arguments(body), tool_use(body)
         effort = self._effort(body)
         parsed = api.request(json.dumps(body))
         model = parsed.model
-        echo = parsed.echo() if api is RESPONSES else None
+        finishing = self._finishing(api, parsed)
         converted = parsed.convert(self._options)
-        options = converted.inference_options
-        thinks = converted.conversation.thinking_mode
-        params = _sampling(given, options, END_THINK if thinks else None)
+        constraint = answer_constraint(converted, use, self._plain, after=END_THINK if thinks(converted) else None)
 
-        def processor() -> Any:
-            made = api.request.chunk_generator(converted, name, model)
-            if echo is not None:
-                made = made.with_echo(echo)
-            return recipe.StreamProcessor(made, converted.parsing_options, self.tokenizer)
+        def generator() -> Any:
+            return finishing(api.request.chunk_generator(converted, name, model))
 
         return Call(
             api=api,
@@ -144,12 +144,40 @@ class Conversations:
             model=model,
             ids=self._ids(converted.conversation, effort),
             sources=list(self._encoding.render_conversation(converted.conversation).image_sources),
-            params=params,
+            params=_sampling(given, converted.inference_options, constraint),
             limit=converted.resolve_max_tokens,
-            processor=processor,
+            making=self._making(converted, use, generator),
             stream=converted.stream,
             salt=salt,
             speculative=speculative,
+            priority=priority,
+        )
+
+    def _finishing(self, api: Api, parsed: Any) -> Callable[[Any], Any]:
+        """What is added to a generator of chunks: Responses repeat settings, and part the names of grouped tools."""
+        if api is not RESPONSES:
+            return lambda generator: generator
+        echo, names = parsed.echo(), parsed.namespace_tool_map(self._options)
+        return lambda generator: generator.with_echo(echo).with_namespace_tool_map(names)
+
+    def _making(self, converted: Any, use: ToolUse, generator: Callable[[], Any]) -> Making:
+        """How its answers become chunks. generator: makes one of the API's."""
+        parsing = converted.parsing_options
+        told = IN_TEXTS | ({DSML} if parsing.parse_tool_calls else frozenset())
+
+        def parser(generator: Any) -> Any:
+            return recipe.StreamProcessor(generator, parsing, self.tokenizer)
+
+        def checker() -> Any:
+            return parser(CHAT.request.chunk_generator(converted, "", ""))
+
+        return Making(
+            processor=lambda: parser(generator()),
+            checker=checker if parsing.parse_tool_calls else None,
+            offered=frozenset(tool.name for tool in _offered(converted.conversation)),
+            several=use.several,
+            hidden=frozenset(token for token, spelling in self._special.items() if spelling not in told),
+            end_think=self._plain.token_to_id(END_THINK) if thinks(converted) else None,
         )
 
     def _check(self, api: Api, body: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -197,7 +225,7 @@ class Conversations:
         return ids + plain_ids(self._plain, text[shown:])
 
 
-def _sampling(given: dict[str, Any], options: Any, after: str | None) -> SamplingParams:
+def _sampling(given: dict[str, Any], options: Any, constraint: Constraint | None) -> SamplingParams:
     extra = dict(given)
     for name in extra:
         match name:
@@ -216,20 +244,25 @@ def _sampling(given: dict[str, Any], options: Any, after: str | None) -> Samplin
         top_p=1.0 if options.top_p is None else options.top_p,
         seed=options.seed,
         logprobs=(options.top_logprobs or 0) if options.logprobs else None,
-        constraint=_constraint(options.output_constraint, after),
+        constraint=constraint,
         max_tokens=max(1, extra.get("min_tokens", 1)),
         **extra,
     )
 
 
-def _constraint(found: Any, after: str | None) -> Constraint | None:
-    if found is None or found.kind not in ("json", "regex"):
-        return None
-    if found.kind == "regex":
-        return Constraint(kind="regex", value=found.schema, after=after)
-    if found.schema:
-        return Constraint(kind="json_schema", value=found.schema, after=after)
-    return Constraint(kind="json_object", after=after)
+def thinks(converted: Any) -> bool:
+    """An answer begins with thought; one that goes on with what was said before may be past it."""
+    stage = converted.parsing_options.thinking_initial_stage
+    return stage is not None and stage.starts_in_reasoning()
+
+
+def _offered(conversation: Any) -> list[Any]:
+    """Tools of a conversation, those that came later included."""
+    return [*conversation.tools, *(tool for message in conversation.messages for tool in _told_later(message))]
+
+
+def _told_later(message: Any) -> list[Any]:
+    return list(message.tools or ()) if isinstance(message, recipe.SystemMessage) else []
 
 
 def joined(parts: Iterable[Any], call: Call, usage: tuple[int, int], created: int) -> str:

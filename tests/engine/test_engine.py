@@ -11,6 +11,7 @@ import torch
 from engines import all_said, asked, assert_clean, engine_of, run, said
 from models import demo, golden, random_ids, tiny
 
+from rorqual.checkpoint.table import EngramTable
 from rorqual.engine.params import SamplingParams
 from rorqual.errors import CapacityError, InputError
 from rorqual.model.step import SequenceOutput
@@ -301,3 +302,20 @@ def test_damaged_logits_end_their_request_alone(monkeypatch: pytest.MonkeyPatch)
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert "NaN or Inf" in str(outputs[1].completions[0].stopped_by)
     assert_clean(engine)
+
+
+def test_rows_of_engram_tables_are_counted_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts in chunks, of tokens and of drafts that were rejected: what the tables were asked for."""
+    model, read = golden("fp32-dspark"), 0
+    rows = EngramTable.rows
+
+    def counted(self: EngramTable, index: torch.Tensor) -> torch.Tensor:
+        nonlocal read
+        read += index.numel()
+        return rows(self, index)
+
+    monkeypatch.setattr(EngramTable, "rows", counted)
+    engine = engine_of(model, chunk_tokens=32, speculative=True)
+    all_said(engine, prompts((90, 17, 3)), asked())
+    counts = engine.stats().counts
+    assert counts.engram_rows == read > 0

@@ -130,3 +130,23 @@ def test_an_image_for_a_text_model_is_refused_by_name() -> None:
     assert len(call.sources) == 1
     with pytest.raises(InputError, match="image: this model has no vision tower"):
         with_images(demo_model(), call.ids, call.sources, ServerSettings())
+
+
+@pytest.mark.parametrize("thought", (None, "Hm."))
+def test_what_goes_on_with_an_answer_has_thought_already(thought: str | None) -> None:
+    """Nothing waits for the end of a thought that never comes: a format holds from the first token on."""
+    begun = {"role": "assistant", "content": '{"a":', "prefix": True}
+    begun |= {} if thought is None else {"reasoning_content": thought}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {
+        "model": "rorqual",
+        "messages": [*ASKED, begun],
+        "thinking": {"type": "enabled"},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    }
+    call = conversations().call(CHAT, body, "answer")
+    assert call.params.constraint is not None
+    assert (call.params.constraint.after, call.making.end_think) == (None, None)
+    call = conversations().call(CHAT, body | {"messages": ASKED}, "answer")
+    assert call.params.constraint is not None
+    assert call.params.constraint.after == "</think>"

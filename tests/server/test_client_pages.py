@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import re
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from page_serving import served
+from serving import demo_model
+
+from rorqual.cli import serve
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "clients"
 WRITTEN = "http://127.0.0.1:8000"
 """The address on the pages."""
+CALLED = r"(?m)^depth in (m|fathoms)$"
+RUN = {"curl": "bash", "openai": "python", "anthropic": "python", "langchain": "python"}
+"""Page -> the language of all that stands on it; the tests below run it."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +71,9 @@ def test_curl_commands(address: str, at: int) -> None:
         assert json.loads(found)["usage"]["prompt_cache_replayed_tokens"] >= 0
     if "json_schema" in CURL[at]:
         assert json.loads(json.loads(found)["choices"][0]["message"]["content"])["who"] in ("friend", "foe")
+    if "tool_choice" in CURL[at]:
+        (call,) = json.loads(found)["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["unit"] in ("m", "fathoms")
     if "reasoning_effort" in CURL[at]:
         assert json.loads(found)["choices"][0]["message"]["reasoning_content"]
 
@@ -75,12 +86,14 @@ def test_the_curl_page_has_every_conversation_api() -> None:
 @pytest.mark.parametrize(
     ("name", "package", "shown"),
     [
-        ("openai", "openai", r"found in the cache: \d+"),
-        ("anthropic", "anthropic", r"model: 'another' is not served here"),
-        ("langchain", "langchain_openai", r"(?m)^(friend|foe)$"),
+        ("openai", "openai", (r"found in the cache: \d+", CALLED)),
+        ("anthropic", "anthropic", (r"model: 'another' is not served here", CALLED)),
+        ("langchain", "langchain_openai", (r"(?m)^(friend|foe)$", CALLED)),
     ],
 )
-def test_python_pages(address: str, name: str, package: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_pages(
+    address: str, name: str, package: str, shown: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[dev]'")
     # LangChain would report its runs elsewhere if the environment said so.
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
@@ -88,12 +101,53 @@ def test_python_pages(address: str, name: str, package: str, shown: str, monkeyp
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(compile(code, f"{name}.md", "exec"), {"__name__": name})
-    assert re.search(shown, said.getvalue()), said.getvalue()
+    assert all(re.search(line, said.getvalue()) for line in shown), said.getvalue()
     assert len(said.getvalue()) > 30
 
 
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_nothing_on_a_page_that_is_run_stays_outside(name: str) -> None:
+    text = page(name)
+    assert "run by `tests/server/test_client_pages.py`" in " ".join(text.split())
+    fences = re.findall(r"^```(\w*)$", text, re.MULTILINE)
+    assert set(fences[::2]) == {RUN[name]} and set(fences[1::2]) == {""}
+    assert len(blocks(name, RUN[name])) == len(fences) // 2
+    assert not re.search(r"^(    |\t)\S", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*RUN, "others"])
+def test_settings_are_the_servers_own(address: str, name: str) -> None:
+    """Commands, options, paths, the port and the model's name are those that there are."""
+    text = page(name)
+    options = inspect.signature(serve.command).parameters
+    for command in re.findall(r"`(?:rorqual serve |)(--[^`]+)`", text):
+        for option in re.findall(r"--([\w-]+)", command):
+            assert option.replace("-", "_") in options, option
+    for target in re.findall(r"`make (\w+)`", text):
+        assert re.search(rf"^{target}:", (DOCS.parents[1] / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    port, host = options["port"].default, options["host"].default
+    assert set(re.findall(r":(\d{4})\b", text)) <= {str(port)} and f"http://{host}:{port}" == WRITTEN
+    with urllib.request.urlopen(f"{address}/openapi.json") as answer:
+        paths = json.load(answer)["paths"]
+    for path in re.findall(rf"(?:{WRITTEN}|`)(/[\w/]+)", text):
+        assert path in (*paths, "/v1"), path
+    models = re.findall(r"""["']?\bmodel["']?[:=] ?["'`]?(\w+)""", text, re.IGNORECASE)
+    assert set(models) <= {options["model_name"].default, "another"}
+
+
+def test_a_context_window_is_where_the_page_says(address: str) -> None:
+    assert "`/v1/models` gives it in `max_model_len`" in " ".join(page("others").split())
+    with urllib.request.urlopen(f"{address}/v1/models") as answer:
+        (model,) = json.load(answer)["data"]
+    assert (model["id"], model["max_model_len"]) == ("rorqual", demo_model().config.max_position_embeddings)
+
+
 def test_what_nobody_ran_says_so() -> None:
-    text = (DOCS / "others.md").read_text(encoding="utf-8")
+    text = page("others")
     assert all(line.endswith("(untested)") for line in text.splitlines() if line.startswith("## "))
     tested = {path.stem for path in DOCS.glob("*.md")} - {"others"}
-    assert tested == {"curl", "openai", "anthropic", "langchain"}
+    assert tested == set(RUN)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from dialogue import COMMAND, MARKED, Told, answer_of, body_of, conversations, events_of, told_of
+from dialogue import ASKED, COMMAND, MARKED, Told, answer_of, body_of, conversations, events_of, told_of
 from serving import demo_model, pieces, spelled_ids
 
 from rorqual.server.protocol import CHAT, MESSAGES, RESPONSES, Api, Call
-from rorqual.training.data.tokens import EOS, token_id
+from rorqual.training.data.tokens import ASSISTANT, BOS, EOS, USER, token_id
 
 SAID = "Let me 漢😀 see.\n\n" + MARKED
 THOUGHT = "<b> first</think>\n\n" + SAID
@@ -32,6 +33,22 @@ OPEN = {
     "an invocation alone": '<｜DSML｜ invoke name="sh">',
 }
 """The model itself ends within a call, or writes a value that is no JSON."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What an API says of why an answer ended."""
+
+    stop: str
+    calls: str
+    length: str
+
+
+ENDS = {
+    CHAT.name: Ends("stop", "tool_calls", "length"),
+    MESSAGES.name: Ends("end_turn", "tool_use", "max_tokens"),
+    RESPONSES.name: Ends("completed", "completed", "incomplete"),
+}
 
 
 def ids_of(text: str) -> list[int]:
@@ -58,6 +75,12 @@ def call_of(api: Api, thinks: bool = False, **fields: Any) -> Call:
 
 def streamed(api: Api, parts: list[list[int]], thinks: bool = False, ends: bool = True) -> Told:
     return told_of(api, events_of(call_of(api, thinks), parts, eos() if ends else None))
+
+
+def tokens_of(api: Api, call: Call, ids: list[int]) -> int:
+    """What is counted of an answer that its budget cuts: all tokens, told or not."""
+    usage = answer_of(call, [[one] for one in ids], None)["usage"]
+    return int(usage["completion_tokens" if api is CHAT else "output_tokens"])
 
 
 def assert_call(told: Told) -> None:
@@ -98,32 +121,76 @@ def test_a_whole_answer_is_the_stream_s() -> None:
 
 
 @pytest.mark.parametrize("said", {**BAD, **OPEN}.values(), ids={**BAD, **OPEN})
-def test_malformed_markup_is_no_content(said: str) -> None:
+@pytest.mark.parametrize("api", (CHAT, MESSAGES, RESPONSES), ids=lambda api: api.name)
+def test_malformed_markup_is_no_content_and_no_broken_call(api: Api, said: str) -> None:
     ids = ids_of(said)
-    told = streamed(CHAT, [[one] for one in ids])
-    assert told == streamed(CHAT, [ids])
+    told = streamed(api, [[one] for one in ids])
+    assert told == streamed(api, [ids])
     assert not any(one in told.content for one in MARKUP), told.content
-
-
-@pytest.mark.parametrize("said", BAD.values(), ids=BAD)
-def test_arguments_of_malformed_markup_are_an_object(said: str) -> None:
-    for _, arguments in streamed(CHAT, [ids_of(said)]).calls:
+    for name, arguments in told.calls:
+        assert name == "sh"
         assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.xfail(strict=True, reason="deepseek-recipe streams arguments before it knows how they end")
-@pytest.mark.parametrize("said", OPEN.values(), ids=OPEN)
-def test_arguments_that_the_model_leaves_open_are_an_object(said: str) -> None:
-    for _, arguments in streamed(CHAT, [ids_of(said)]).calls:
-        assert isinstance(json.loads(arguments), dict)
+@pytest.mark.parametrize("said", [*OPEN.values(), BAD["an unknown tool"]], ids=[*OPEN, "an unknown tool"])
+@pytest.mark.parametrize("api", (CHAT, MESSAGES, RESPONSES), ids=lambda api: api.name)
+def test_a_call_that_no_client_can_answer_is_not_told(api: Api, said: str) -> None:
+    """What was said before it is, and so are whole calls."""
+    call = MARKED.replace("</｜DSML｜ calls>", said.partition("calls>\n")[2] or said)
+    for text, calls in ((f"So.\n\n{said}", 0), (f"So.\n\n{call}", 1)):
+        ids = ids_of(text)
+        told = streamed(api, [[one] for one in ids])
+        assert (told.content.strip(), len(told.calls)) == ("So.", calls)
+        assert told.finish == (ENDS[api.name].calls if calls else ENDS[api.name].stop)
 
 
-def test_an_answer_that_its_budget_cuts_says_so() -> None:
+@pytest.mark.parametrize("api", (CHAT, MESSAGES, RESPONSES), ids=lambda api: api.name)
+def test_an_answer_that_its_budget_cuts_says_so(api: Api) -> None:
+    """At every token: neither markup nor half of a call."""
     ids = ids_of(SAID)[:-1]
+    wanted = streamed(api, [ids]).calls
     for count in range(1, len(ids)):
-        told = streamed(CHAT, [[one] for one in ids[:count]], ends=False)
-        assert told.finish == "length", count
+        told = streamed(api, [[one] for one in ids[:count]], ends=False)
+        assert told.finish == ENDS[api.name].length, count
         assert not any(one in told.content for one in MARKUP), (count, told.content)
+        assert told.calls in ([], wanted), count
+        if count % 20 == 0:
+            assert tokens_of(api, call_of(api), ids[:count]) == count
+
+
+def test_of_several_calls_one_is_told_where_one_is_asked_for() -> None:
+    invoke = MARKED[MARKED.index("<｜DSML｜ invoke") : MARKED.index("\n</｜DSML｜ calls>")]
+    ids = ids_of("So.\n\n" + MARKED.replace(invoke, f"{invoke}\n{invoke}"))
+    for api, fields in (
+        (CHAT, {"parallel_tool_calls": False}),
+        (RESPONSES, {"parallel_tool_calls": False}),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ):
+        for said, more in ((1, fields), (2, {})):
+            for parts in ([[one] for one in ids], [ids]):
+                told = told_of(api, events_of(call_of(api, **more), parts, eos()))
+                assert [name for name, _ in told.calls] == ["sh"] * said
+                assert (told.content.strip(), told.finish) == ("So.", ENDS[api.name].calls)
+
+
+@pytest.mark.parametrize("api", (CHAT, MESSAGES, RESPONSES), ids=lambda api: api.name)
+@pytest.mark.parametrize("thinks", (False, True))
+def test_special_tokens_are_no_text(api: Api, thinks: bool) -> None:
+    """A model whose eos does not end it says one, or whatever comes behind it."""
+    before, behind = ("Hm", "</think>") if thinks else ("", "")
+    ids = ids_of(f"{before}{EOS}{behind}a{EOS}b<think></think>{BOS}{USER}{ASSISTANT}<｜ref｜>c<｜/ref｜>")
+    for parts in ([[one] for one in ids], [ids]):
+        told = streamed(api, parts, thinks, ends=False)
+        assert (told.content, told.reasoning) == ("ab<｜ref｜>c<｜/ref｜>", before)
+    assert tokens_of(api, call_of(api, thinks), ids) == len(ids)
+
+
+def test_a_call_without_tools_is_text_without_special_tokens() -> None:
+    call = conversations().call(CHAT, {"model": "rorqual", "messages": ASKED}, "answer")
+    told = told_of(CHAT, events_of(call, [[one] for one in ids_of(SAID)], eos()))
+    assert not told.calls
+    assert "DSML" not in told.content
+    assert told.finish == "stop"
 
 
 def test_no_delta_holds_half_a_character() -> None:

@@ -5,6 +5,7 @@ Screenshots for people to look at go to build/page/.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -51,8 +52,15 @@ def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     pages: list[Any] = []
     troubles: list[str] = []
 
-    def open_page(width: int = 1280, height: int = 860, dark: bool = False, at: str = address) -> Any:
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+    def open_page(
+        width: int = 1280, height: int = 860, dark: bool = False, at: str = address, touch: bool = False
+    ) -> Any:
+        page = browser.new_page(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            has_touch=touch,
+            is_mobile=touch,
+        )
         page.set_default_timeout(LIMIT)
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda line: line.type == "error" and troubles.append(line.text))
@@ -126,8 +134,8 @@ def test_a_chat_streams_and_the_cache_is_seen_to_change(opened: Callable[..., An
     assert page.locator("#layers li").count() == 10
     assert page.locator("#layers li.full").count() == 2
     assert {"global", "window", "tail"} <= set(page.locator("#bytes dt").all_text_contents())
-    # What a screen reader was told is the end of what was said.
-    assert text.endswith(page.text_content("#live"))
+    # What a screen reader was told is the end of what was said, and why it ended.
+    assert text.endswith(page.text_content("#live").removesuffix("cut at the token limit").rstrip())
     page.click("#settings summary")
     assert page.evaluate(FOLLOWED), "the end of the answer is out of sight"
     shot(page, "light")
@@ -146,7 +154,9 @@ def test_a_second_turn_hits_the_cache(opened: Callable[..., Any]) -> None:
     assert hit and int(hit[1].replace(",", "")) >= 128
     assert int(page.text_content("#talk-replay")) > 0
     until(page, "Number(document.querySelector('#pages-cached').textContent) > 0")
-    page.click("#again")
+    page.focus("#again")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "log", "the button is disabled, the focus is on what comes"
     finished(page)
     assert page.locator(".assistant").count() == 2, "a new answer takes the place of the last one"
     page.click("#new-chat")
@@ -165,8 +175,11 @@ def test_a_generation_is_stopped(opened: Callable[..., Any], how: str) -> None:
     with scripted(demo_model().tokenizer.encode("The sea is deep and wide and", add_special_tokens=False).ids):
         say(page, "Think long and hard about the sea.")
         page.wait_for_selector(".assistant.running .thinking .words")
-        page.click("#stop") if how == "button" else page.keyboard.press("Escape")
+        if how == "button":
+            page.focus("#stop")
+        page.keyboard.press("Enter" if how == "button" else "Escape")
         page.wait_for_selector("#send:visible")
+    assert page.evaluate("document.activeElement.id") == "prompt"
     assert "stopped" in page.text_content(".assistant .foot")
     assert page.text_content(".thinking summary") == "Thinking"
     # Its pages and its slot are free again.
@@ -201,6 +214,10 @@ def test_a_refused_image_is_told_and_the_message_comes_back(opened: Callable[...
     }"""
     page.evaluate(drop)
     page.wait_for_selector("#images img")
+    assert page.get_attribute("#images button", "aria-label") == "Remove image 1"
+    page.evaluate(drop.replace("a.png", "a.pdf").replace("image/png", "application/pdf"))
+    page.wait_for_selector(".error:has-text('a.pdf is no image')")
+    assert page.locator("#images img").count() == 1
 
 
 def test_keyboard_alone_goes_everywhere(opened: Callable[..., Any]) -> None:
@@ -211,6 +228,8 @@ def test_keyboard_alone_goes_everywhere(opened: Callable[..., Any]) -> None:
     page.keyboard.type("two")
     assert page.input_value("#prompt") == "one\ntwo"
     page.fill("#prompt", "")
+    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((node) => Number(node.tagName[1]))")
+    assert levels[0] == 1 and all(b <= a + 1 for a, b in itertools.pairwise(levels)), "no level is left out"
     page.evaluate("document.activeElement.blur()")
     shot(page, "welcome")
     seen = []
@@ -262,12 +281,21 @@ def test_every_text_has_contrast(opened: Callable[..., Any], dark: bool) -> None
 
 
 def test_a_phone_needs_no_sideways_scroll(opened: Callable[..., Any]) -> None:
-    page = opened(width=360, height=740)
+    page = opened(width=360, height=740, touch=True)
     page.click("#settings summary")
     page.fill("#max-tokens", "40")
     assert no_sideways_scroll(page)
+    fingers = "[...document.querySelectorAll('button, .button, summary')].filter((node) => node.checkVisibility())"
+    assert page.evaluate(f"Math.min(...{fingers}.map((node) => node.getBoundingClientRect().height))") >= 44
+    letters = (
+        "[...document.querySelectorAll('input, select, textarea')].map((n) => parseFloat(getComputedStyle(n).fontSize))"
+    )
+    assert page.evaluate(f"Math.min(...{letters})") >= 16, "smaller ones make a phone zoom in"
     page.click("#settings summary")
     say(page, "Of a ship, the-longest-word-that-anybody-has-ever-typed-into-a-field-of-a-page-without-a-break.")
+    assert page.input_value("#prompt").endswith("\n"), "a phone has no other key that breaks the line"
+    page.click("#send")
+    assert page.evaluate("document.activeElement.id") == "log", "a keyboard would cover the answer"
     finished(page)
     assert no_sideways_scroll(page)
     shot(page, "phone")
@@ -307,8 +335,10 @@ def test_tool_calls_are_shown_and_answered(opened: Callable[..., Any]) -> None:
     assert page.text_content(".tool strong") == "depth"
     assert page.text_content(".tool pre") == '{"place": "<b>Fram</b>"}', "markup is shown as text"
     assert page.evaluate(FOLLOWED), "the end of the answer is out of sight"
+    assert page.text_content("#live") == "It calls depth and waits for the result."
     page.fill(".tool input", "5,550 m")
     page.press(".tool input", "Enter")
+    assert page.evaluate("document.activeElement.id") == "log"
     until(page, "document.querySelectorAll('.assistant .words')[1]?.textContent === '<b>Deep.</b>'")
     assert asked[0]["tools"][0]["function"]["name"] == "depth"
     assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "tool"]

@@ -61,8 +61,11 @@ def test_metrics_are_what_the_engine_counts() -> None:
     assert found["vllm:prefix_cache_hits_total", ""] == stats.counts.hit > 0
     assert found["rorqual:replayed_tokens_total", ""] == stats.counts.replayed > 0
     assert found["rorqual:layer_tokens_total", ""] == stats.counts.layer_tokens
+    assert found["rorqual:engram_rows_read_total", ""] == stats.counts.engram_rows > 0
     assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"] == stats.counts.accepted[0]
-    assert found["rorqual:cache_bytes", "global"] == stats.bytes_by_group["global"]
+    groups = {group: size for (name, group), size in found.items() if name == "rorqual:cache_bytes"}
+    assert groups == stats.bytes_by_group
+    assert {"global", "window", "tail"} <= set(groups)
     assert found["vllm:request_success_total", "length"] >= 2
     assert found["vllm:request_success_total", "stop"] >= 1
     assert found["vllm:request_success_total", "abort"] == 0
@@ -104,6 +107,7 @@ def test_the_dashboard_names_metrics_that_exist() -> None:
         for name in re.findall(r"(?:vllm|rorqual):\w+", own["expr"])
     }
     assert used <= names
+    assert {name for name in names if name.startswith("rorqual:")} <= used, "what only we have is on it"
     assert {name.removesuffix("_bucket") for name in used} >= {
         f"vllm:{name.removesuffix('_bucket')}" for name in WATCHED.split()
     }

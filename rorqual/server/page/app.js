@@ -2,6 +2,7 @@
 import { byId, make, showTalk, watch } from "./cache.js";
 
 const prompt = byId("prompt");
+const fingers = matchMedia("(pointer: coarse)");
 let turns = []; // of {message, node}
 let images = []; // data URLs of the message that is being written
 let running = null; // the AbortController of the request that runs
@@ -51,6 +52,11 @@ async function* events(response) {
   }
 }
 
+// What a screen reader is told.
+function tell(text) {
+  byId("live").textContent = text;
+}
+
 function near(log) {
   return log.scrollHeight - log.scrollTop - log.clientHeight < 80;
 }
@@ -58,7 +64,7 @@ function near(log) {
 function turn(role, name) {
   byId("welcome")?.remove();
   const node = make("article", `turn ${role}`);
-  node.append(make("h3", "", name));
+  node.append(make("h2", "", name));
   byId("log").append(node);
   byId("log").scrollTop = byId("log").scrollHeight;
   return node;
@@ -100,6 +106,7 @@ class Answer {
       this.thought = make("div", "words");
       box.append(make("summary", "", "Thinking"), this.thought);
       this.node.insertBefore(box, this.text);
+      tell("Thinking");
     }
     this.message.reasoning_content = (this.message.reasoning_content ?? "") + text;
     this.thought.append(text);
@@ -116,7 +123,7 @@ class Answer {
   }
 
   announce(end) {
-    byId("live").textContent = this.said.slice(0, end);
+    tell(this.said.slice(0, end));
     this.said = this.said.slice(end);
   }
 
@@ -142,13 +149,15 @@ class Answer {
     this.node.classList.remove("running");
     if (how && this.message.tool_calls) delete this.message.tool_calls;
     if (!how) this.message.tool_calls?.forEach((call, at) => this.shown[at].box.append(result(call)));
-    const notes = [how || { length: "cut at the token limit" }[this.reason]];
+    const notes = [how || { length: "cut at the token limit" }[this.reason] || (this.empty && "no answer")];
     if (this.usage) {
       notes.push(`${this.usage.completion_tokens} tokens`);
       showTalk(this.usage, (this.first - this.begun) / 1000, (done - this.first) / 1000);
     }
     this.node.append(make("p", "foot quiet", notes.filter(Boolean).join(" · ")));
-    this.announce(this.said.length);
+    const called = this.message.tool_calls?.map((call) => call.function.name).join(", ");
+    tell([this.said, called && `It calls ${called} and waits for the result.`, notes[0]].filter(Boolean).join(" "));
+    this.said = "";
     if (follow) byId("log").scrollTop = byId("log").scrollHeight;
   }
 }
@@ -164,8 +173,9 @@ function result(call) {
     if (running || field.disabled) return;
     field.disabled = true;
     turns.push({ message: { role: "tool", tool_call_id: call.id, content: field.value }, node: form });
-    const open = form.closest(".turn").querySelectorAll(".tool input:enabled");
-    if (!open.length) answer();
+    const open = form.closest(".turn").querySelector(".tool input:enabled");
+    (open ?? byId("log")).focus(); // a disabled field has no focus
+    if (!open) answer();
   });
   return form;
 }
@@ -179,6 +189,7 @@ function showError(text) {
 
 function busy(controller) {
   running = controller;
+  if (!controller && document.activeElement === byId("stop")) prompt.focus(); // it is hidden now
   byId("stop").hidden = !controller;
   byId("send").hidden = Boolean(controller);
   byId("again").disabled = Boolean(controller) || !turns.length;
@@ -196,7 +207,7 @@ async function answer() {
     if (!found.reason) throw new Error("The answer broke off");
   } catch (error) {
     how = own.signal.aborted ? "stopped" : "failed";
-    if (how === "failed") showError(error.message);
+    if (how === "failed") showError(error instanceof TypeError ? "The server does not answer" : error.message);
   }
   if (running !== own) return; // a new chat began meanwhile
   found.end(how);
@@ -229,12 +240,14 @@ function send() {
   prompt.value = "";
   images = [];
   showImages();
-  prompt.focus(); // the button that may have had the focus is hidden now
+  // The button that may have had the focus is hidden now. In the field a phone's keyboard would cover the answer.
+  (fingers.matches ? byId("log") : prompt).focus();
   answer();
 }
 
 function regenerate() {
   if (running) return;
+  byId("log").focus(); // the button is disabled now
   while (turns.at(-1)?.message.role === "assistant") turns.pop().node.remove();
   if (turns.length) answer();
 }
@@ -259,6 +272,7 @@ function showImages() {
   byId("images").replaceChildren(...images.map((url, at) => {
     const item = make("li"), remove = make("button", "plain", "Remove");
     remove.type = "button";
+    remove.setAttribute("aria-label", `Remove image ${at + 1}`);
     remove.addEventListener("click", () => { images.splice(at, 1); showImages(); prompt.focus(); });
     item.append(picture(url), remove);
     return item;
@@ -267,7 +281,10 @@ function showImages() {
 
 function take(files) {
   for (const file of files) {
-    if (!file.type.startsWith("image/")) continue;
+    if (!file.type.startsWith("image/")) {
+      showError(`${file.name} is no image; nothing else can be sent`);
+      continue;
+    }
     const reader = new FileReader();
     reader.addEventListener("load", () => { images.push(reader.result); showImages(); });
     reader.readAsDataURL(file);
@@ -277,7 +294,8 @@ function take(files) {
 const on = (id, kind, handle) => byId(id).addEventListener(kind, handle);
 on("composer", "submit", (event) => { event.preventDefault(); send(); });
 on("prompt", "keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // A phone's keyboard has no Shift+Enter: there Enter breaks the line, and the button sends.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || fingers.matches) return;
   event.preventDefault();
   send();
 });

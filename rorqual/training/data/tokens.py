@@ -20,22 +20,21 @@ USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
 THINK = "<think>"
 END_THINK = "</think>"
+DSML = "｜DSML｜"
+"""Stands in every tag of a tool call."""
 IMAGE = "<｜image｜>"
 NOISE = "<｜draft▁noise｜>"
 """Stands in a draft block for a token that is not known yet; never in a text. The release uses a nameless id."""
 
+_PLACES = (
+    *("<｜ref｜>", "<｜/ref｜>", "<｜box｜>", "<｜/box｜>"),
+    *("<｜point｜>", "<｜/point｜>", "<｜polygon｜>", "<｜/polygon｜>"),
+)
+IN_TEXTS = frozenset(_PLACES)
+"""What an answer may say: they mark places in images. The others are of the conversation around it."""
 SPECIAL_TOKENS = (
-    *(BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, THINK, END_THINK, "<｜latest_reminder｜>", "｜DSML｜", IMAGE, NOISE),
-    *(
-        "<｜ref｜>",
-        "<｜/ref｜>",
-        "<｜box｜>",
-        "<｜/box｜>",
-        "<｜point｜>",
-        "<｜/point｜>",
-        "<｜polygon｜>",
-        "<｜/polygon｜>",
-    ),
+    *(BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, THINK, END_THINK, "<｜latest_reminder｜>", DSML, IMAGE, NOISE),
+    *_PLACES,
 )
 
 BYTES = 256
