@@ -23,6 +23,7 @@ class Asked:
 
     prompts: texts or token ids. n: completions of each. new_tokens: None where the body says nothing; 0 only with
     `echo`. logprobs: alternatives told beside each token; None tells nothing. usage: the stream ends with it.
+    special: a text gets bos in front.
     """
 
     prompts: list[str | list[int]]
@@ -36,6 +37,7 @@ class Asked:
     usage: bool
     salt: str
     speculative: bool | None
+    special: bool
 
 
 def read(body: Mapping[str, Any], settings: ServerSettings) -> Asked:
@@ -70,6 +72,7 @@ def read(body: Mapping[str, Any], settings: ServerSettings) -> Asked:
         usage=fields.flag(options or {}, "include_usage"),
         salt=fields.text(body, "cache_salt"),
         speculative=speculative,
+        special=fields.flag(body, "add_special_tokens", True),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -33,12 +34,18 @@ class EngineStopped(RorqualError):
 
 
 class Ticket:
-    """A submitted request: its deltas as they come. output: what it has come to so far; the worker fills it."""
+    """A submitted request: its deltas as they come. output: what it has come to so far; the worker fills it.
 
-    def __init__(self, worker: EngineWorker, loop: asyncio.AbstractEventLoop) -> None:
+    interval: seconds after a delta in which the next one waits for more to join it. The first comes at once, and so
+    does the last of each completion.
+    """
+
+    def __init__(self, worker: EngineWorker, loop: asyncio.AbstractEventLoop, interval: float = 0.0) -> None:
         self.name, self.loop = "", loop
         self.output: RequestOutput | None = None
-        self._worker = worker
+        self._worker, self._interval = worker, interval
+        self._next = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
         self._come: list[Delta | EngineStopped] = []
         self._reader: asyncio.Future[None] | None = None
         self._ends = 0
@@ -57,6 +64,8 @@ class Ticket:
                 self._reader = self.loop.create_future()
                 await self._reader
             come, self._come = self._come, []
+            if self._interval:
+                self._next = self.loop.time() + self._interval
             for found in come if len(come) == 1 else joined(come):
                 if isinstance(found, EngineStopped):
                     raise found
@@ -65,19 +74,29 @@ class Ticket:
 
     async def abort(self, reason: str = "abort") -> None:
         """End it if it is live; its pages are free when this returns. reason: what it counts as."""
-        if not self._ended:
+        if not self.ended:
             await self._worker.abort(self.name, reason)
             self._aborted = True
 
     @property
-    def _ended(self) -> bool:
-        """Nothing of it is in the engine any more, as far as this side knows."""
+    def ended(self) -> bool:
+        """Nothing of it is in the engine any more, as far as this side knows; what it said may be unread."""
         return self._aborted or (self.output is not None and self._ends == len(self.output.completions))
 
     def put(self, found: Delta | EngineStopped) -> None:
         """Called on the event loop."""
         self._come.append(found)
-        self._ends += isinstance(found, Delta) and found.finish_reason is not None
+        last = isinstance(found, EngineStopped) or found.finish_reason is not None
+        self._ends += last
+        if last or not self._interval or self.loop.time() >= self._next:
+            self._wake()
+        elif self._timer is None:
+            self._timer = self.loop.call_at(self._next, self._wake)
+
+    def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -139,10 +158,13 @@ class EngineWorker:
     """Owns an engine.
 
     waiting: requests in its queue, whatever the engine's own limit; None leaves it at that. watcher: of what it does.
+    interval: of its tickets.
     """
 
-    def __init__(self, engine: Engine, waiting: int | None = None, watcher: Watcher | None = None) -> None:
-        self._engine, self._waiting, self._watcher = engine, waiting, watcher
+    def __init__(
+        self, engine: Engine, waiting: int | None = None, watcher: Watcher | None = None, interval: float = 0.0
+    ) -> None:
+        self._engine, self._waiting, self._watcher, self._interval = engine, waiting, watcher, interval
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
         self._post = _Post()
@@ -171,7 +193,7 @@ class EngineWorker:
 
     async def submit(self, prompt: Any, params: Any, **options: Any) -> Ticket:
         """A request of the engine's (`Engine.submit`). Raises what that raises, and EngineStopped."""
-        ticket = Ticket(self, asyncio.get_running_loop())
+        ticket = Ticket(self, asyncio.get_running_loop(), self._interval)
 
         def enter() -> None:
             waiting = self._engine.scheduler.waiting

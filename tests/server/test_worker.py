@@ -19,8 +19,8 @@ PROMPT = [0, 371, 280, 287]
 
 
 @contextlib.asynccontextmanager
-async def worker() -> AsyncIterator[EngineWorker]:
-    made = EngineWorker(Engine(demo_model(), slots=4, pages=16))
+async def worker(interval: float = 0.0) -> AsyncIterator[EngineWorker]:
+    made = EngineWorker(Engine(demo_model(), slots=4, pages=16), interval=interval)
     made.start()
     try:
         yield made
@@ -80,6 +80,26 @@ def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
             assert 2 <= found <= 1 + steps
             assert ticket.output is not None
             assert [own.text for own in ticket.output.completions] == list(texts.values())
+
+    asyncio.run(ask())
+
+
+def test_within_an_interval_deltas_join_and_the_first_and_last_do_not_wait() -> None:
+    async def ask() -> None:
+        async with worker(interval=1000.0) as made:
+            ticket = await made.submit(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+            found = [one async for one in ticket]
+            steps = (await made.call(made.engine.stats)).steps
+            assert ticket.output is not None
+            assert "".join(one.text for one in found) == ticket.output.text
+            assert [token for one in found for token in one.token_ids] == ticket.output.token_ids
+            # The first one's tokens came alone, though far fewer than all.
+            assert len(found) == 2 < steps
+            assert 0 < len(found[0].token_ids) < 20
+        async with worker(interval=0.001) as made:
+            ticket = await made.submit(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+            # A timer wakes the reader while the engine goes on.
+            assert len([one async for one in ticket]) > 2
 
     asyncio.run(ask())
 
