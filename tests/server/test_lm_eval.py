@@ -44,7 +44,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{demo_server().url}{path}", json=body, timeout=SECONDS)
+    answer = httpx.post(f"{demo_server().url}{path}", json=body, timeout=5 * SECONDS)
     assert answer.status_code == 200, answer.text
     assert "x-rorqual-ignored-fields" not in answer.headers
     found: dict[str, Any] = answer.json()
