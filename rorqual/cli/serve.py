@@ -50,6 +50,9 @@ def command(
     waiting: Annotated[int, typer.Option(help="Requests in the queue at most.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests of one tenant at a time.")] = 64,
     timeout: Annotated[float, typer.Option(help="Seconds of one request.")] = 600.0,
+    stream_interval: Annotated[
+        float, typer.Option(help="Seconds between two events of a stream, at least; 0 for one each step.")
+    ] = 0.02,
     drain: Annotated[float, typer.Option(help="Seconds that running requests have when the server ends.")] = 30.0,
     body_bytes: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 32 << 20,
     messages: Annotated[int, typer.Option(help="Messages of a conversation.")] = 2048,
@@ -86,6 +89,7 @@ def command(
         waiting=waiting,
         concurrency=concurrency,
         timeout=timeout,
+        stream_interval=stream_interval,
         completions=completions,
         prompts=prompts,
         stops=stops,

@@ -31,7 +31,7 @@ class Server:
             raise InputError("model: this checkpoint has no tokenizer.json; a server is about text")
         self.settings, self.tokenizer = settings, engine.model.tokenizer
         self.metrics = Metrics(engine, settings.model)
-        self.worker = EngineWorker(engine, waiting=settings.waiting, watcher=self.metrics)
+        self.worker = EngineWorker(engine, settings.waiting, self.metrics, settings.stream_interval)
         self.conversations = Conversations(engine.model.tokenizer.to_str(), settings)
         self.running: Counter[str] = Counter()
         self.draining = False

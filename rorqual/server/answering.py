@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, Protocol
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from rorqual.log import logger
@@ -17,6 +18,8 @@ from rorqual.server.access import Server
 from rorqual.server.errors import HttpError, as_http
 
 Handler = Callable[[Request], Awaitable[Response]]
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""No proxy is to keep events back."""
 
 
 class Work(Protocol):
@@ -27,6 +30,11 @@ class Work(Protocol):
     def events(self) -> AsyncIterator[str]: ...
 
     async def abort(self) -> None: ...
+
+    @property
+    def over(self) -> bool:
+        """The engine has no part in it any more."""
+        ...
 
 
 def guarded(handler: Handler, anthropic: bool = False) -> Handler:
@@ -82,10 +90,11 @@ async def within(work: Coroutine[Any, Any, Any], deadline: float, seconds: float
         raise HttpError(408, f"request: more than {seconds:g} seconds") from None
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Server-sent events of some work. However it ends, read or not, the work ends with it.
 
-    An error after the first event is an event too.
+    An error after the first event is an event too. Events go straight to the server's `send`: what lies between costs
+    as much as an event itself.
     """
 
     def __init__(
@@ -99,38 +108,59 @@ class EventStream(StreamingResponse):
     ) -> None:
         self._work, self._deadline, self._seconds = work, deadline, seconds
         self._admission, self._anthropic = admission, anthropic
-        given = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
-        super().__init__(self._events(), media_type="text/event-stream", headers=given)
+        super().__init__(media_type="text/event-stream", headers={**STREAM_HEADERS, **(headers or {})})
+        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A client may be gone before the first event is asked for: then the generator below never begins.
+        # A client may be gone before the first event is asked for: then the work's events never begin.
         with self._admission:
             try:
-                await super().__call__(scope, receive, send)
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._tell(receive, send)
+            except OSError as error:
+                raise ClientDisconnect from error
             finally:
                 await asyncio.shield(self._work.abort())
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _tell(self, receive: Receive, send: Send) -> None:
+        last = ""
         try:
-            async with asyncio.timeout_at(self._deadline):
-                async for event in self._work.events():
-                    yield event
+            async with asyncio.timeout_at(self._deadline) as limit:
+                leaving = asyncio.ensure_future(_ended_by(limit, receive))
+                try:
+                    async for event in self._work.events():
+                        if self._work.over:  # before its client can know, and ask for the next
+                            self._admission.close()
+                        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                finally:
+                    leaving.cancel()
         except TimeoutError:
-            yield self._told(HttpError(408, f"request: more than {self._seconds:g} seconds"))
+            if leaving.done() and not leaving.cancelled():
+                return
+            last = self._told(HttpError(408, f"request: more than {self._seconds:g} seconds"))
+        except OSError:
+            raise
         except Exception as error:
             found = as_http(error)
             if found.status == 500:
                 logger.error("server: a stream failed", exc_info=error)
-            yield self._told(found)
+            last = self._told(found)
+        await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     def _told(self, error: HttpError) -> str:
         text = json.dumps(error.body(self._anthropic))
         return f"event: error\ndata: {text}\n\n" if self._anthropic else f"data: {text}\n\n"
 
 
+async def _ended_by(limit: asyncio.Timeout, receive: Receive) -> None:
+    """Let a time run out when the client leaves."""
+    await _disconnected(receive)
+    limit.reschedule(asyncio.get_running_loop().time())
+
+
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Any], deadline: float, seconds: float) -> Any:
     """What `work` gives, unless the client leaves or time runs out first: then it is cancelled."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
     left = max(0.0, deadline - asyncio.get_running_loop().time())
     try:
         done, _ = await asyncio.wait({task, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -143,6 +173,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any], deadline
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -23,6 +23,7 @@ class Asked:
 
     prompts: texts or token ids. n: completions of each. new_tokens: None where the body says nothing; 0 only with
     `echo`. logprobs: alternatives told beside each token; None tells nothing. usage: the stream ends with it.
+    special: a text gets bos in front.
     """
 
     prompts: list[str | list[int]]
@@ -37,6 +38,7 @@ class Asked:
     salt: str
     speculative: bool | None
     priority: int
+    special: bool
 
 
 def read(body: Mapping[str, Any], settings: ServerSettings) -> Asked:
@@ -72,6 +74,7 @@ def read(body: Mapping[str, Any], settings: ServerSettings) -> Asked:
         salt=fields.text(body, "cache_salt"),
         speculative=speculative,
         priority=fields.priority(body),
+        special=fields.flag(body, "add_special_tokens", True),
     )
 
 

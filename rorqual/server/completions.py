@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rorqual.engine.output import Delta, RequestOutput
-from rorqual.engine.prompts import encode
 from rorqual.errors import InputError
 from rorqual.server import completion_body
 from rorqual.server.access import Server
 from rorqual.server.completion_text import CompletionText, Spelling, joined
 from rorqual.server.errors import HttpError
 from rorqual.server.protocol import salted
+from rorqual.server.texts import text_ids
 from rorqual.server.worker import Ticket
 
 Piece = tuple[int, str, dict[str, Any] | None, str | None]
@@ -66,9 +66,9 @@ class Completions:
     def _fitted(self, prompt: str | list[int]) -> tuple[list[int], int]:
         """Ids of a prompt, and how many tokens it may have."""
         worker, asked = self._server.worker, self.asked
-        ids = encode(worker.engine.model, prompt).tolist() if isinstance(prompt, str) else prompt
-        if not ids:
+        if not prompt:
             raise InputError("prompt: empty; give at least one token")
+        ids = text_ids(worker.engine.model, prompt, asked.special) if isinstance(prompt, str) else prompt
         limit, new = worker.engine.max_model_len, max(1, asked.new_tokens or 1)
         if len(ids) + new > limit:
             raise InputError(
@@ -90,6 +90,11 @@ class Completions:
         """End what has not ended; its pages are free when this returns."""
         for prompt in self._prompts:
             await prompt.ticket.abort()
+
+    @property
+    def over(self) -> bool:
+        """The engine has no part in it any more."""
+        return all(prompt.ticket.ended for prompt in self._prompts)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What is added to choices, as it comes."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rorqual.engine.output import Delta
+from rorqual.model.vision.image import ImageInput
 from rorqual.server.errors import HttpError
 from rorqual.server.images import with_images
 from rorqual.server.protocol import CHAT, Call, joined
@@ -38,8 +39,12 @@ class Exchange:
         Raises:
             InputError, CapacityError, EngineStopped, deepseek_recipe.ConversionError: nothing was queued.
         """
-        model = worker.engine.model
-        prompt, pictures = await asyncio.to_thread(with_images, model, call.ids, call.sources, settings)
+        prompt: Any = call.ids
+        pictures: list[ImageInput] = []
+        if call.sources:
+            prompt, pictures = await asyncio.to_thread(
+                with_images, worker.engine.model, call.ids, call.sources, settings
+            )
         most = call.limit(len(prompt), worker.engine.max_model_len)
         params = replace(call.params, max_tokens=max(most, call.params.min_tokens))
         ticket = await worker.submit(
@@ -91,6 +96,11 @@ class Exchange:
         return found
 
     @property
+    def over(self) -> bool:
+        """The engine has no part in it any more."""
+        return self.ticket.ended
+
+    @property
     def usage(self) -> tuple[int, int]:
         """Tokens of the prompt, and how many of them were found in the cache."""
         assert self.ticket.output is not None
@@ -114,9 +124,10 @@ class Exchange:
         return whole
 
     async def events(self) -> AsyncIterator[str]:
-        """The stream as server-sent events."""
+        """The stream as server-sent events, those of one step in one piece."""
         api, usage = self.call.api, dict[str, Any]()
         async for index, parts in self.parts():
+            told = []
             for part in parts:
                 name, text = api.response.sse_event_name(part), part.to_json()
                 if api is CHAT and (len(self._replies) > 1 or '"usage":{' in text):
@@ -124,7 +135,9 @@ class Exchange:
                     if not chunk["choices"] and not chunk.get("usage"):
                         continue
                     text = json.dumps(chunk, ensure_ascii=False)
-                yield f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+                told.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
+            if told:
+                yield "".join(told)
         done = api.response.sse_done_data()
         if done is not None:
             yield f"data: {done}\n\n"

@@ -168,7 +168,19 @@ MESSAGES = Fields(
     dict.fromkeys(("container", "mcp_servers", "context_management"), _given),
 )
 COMPLETIONS = Fields(
-    OF_EVERY | frozenset(["prompt", "max_tokens", "echo", "logprobs", "stop", "return_tokens_as_token_ids", "best_of"]),
+    OF_EVERY
+    | frozenset(
+        [
+            "prompt",
+            "max_tokens",
+            "echo",
+            "logprobs",
+            "stop",
+            "return_tokens_as_token_ids",
+            "best_of",
+            "add_special_tokens",
+        ]
+    ),
     {
         **dict.fromkeys(("suffix", "response_format", "tools", "functions", "store", "use_beam_search"), _given),
         **dict.fromkeys(("prompt_logprobs", "prompt_embeds"), _given),

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -43,9 +44,23 @@ def serve(
     app: FastAPI, listener: socket.socket, drain: float = DRAIN_SECONDS, began: Callable[[], None] | None = None
 ) -> None:
     """Answer until SIGTERM or SIGINT; then end in order. began: called once requests are taken."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="on")
-    config.timeout_graceful_shutdown = 5
-    Draining(config, app.state.server, drain, began).run(sockets=[listener])
+    Draining(configured(app), app.state.server, drain, began).run(sockets=[listener])
+
+
+def configured(app: FastAPI, **options: Any) -> uvicorn.Config:
+    """How uvicorn serves it: without a line a request, and without a look at what proxies say of clients."""
+    return uvicorn.Config(
+        app,
+        **{
+            "log_level": "warning",
+            "access_log": False,
+            "server_header": False,
+            "proxy_headers": False,
+            "lifespan": "on",
+            "timeout_graceful_shutdown": 5,
+            **options,
+        },
+    )
 
 
 class Draining(uvicorn.Server):
@@ -76,5 +91,7 @@ class Draining(uvicorn.Server):
         if self._own.draining and (self._own.idle or time.monotonic() >= self._deadline):
             if not self._own.idle:
                 logger.warning("server: %d requests did not end in time", self._own.running.total())
+                # Whoever still waits is told so by the engine's end, and not by a connection that breaks.
+                self._own.worker.stop(0)
             self.should_exit = True
         return await super().on_tick(counter)

@@ -16,6 +16,8 @@ class ServerSettings:
     api_keys: key -> tenant; tenants never share a page. Without any, everybody is one tenant.
     body_bytes: of a request. messages, tools, images: of one. image_bytes, image_pixels: of one image.
     waiting: requests in the queue. concurrency: requests of one key at a time. timeout: seconds of one request.
+    stream_interval: seconds between two events of a stream, at least, but for its first and its last; what comes sooner
+    joins the next one. 0 tells each step's tokens at once.
     completions: `n` at most. prompts: of one text completion. stops: stop texts at most.
     image_hosts: hosts that images may be fetched from; without any, data URLs alone are taken.
     thinking: whether a request thinks that does not say.
@@ -36,6 +38,7 @@ class ServerSettings:
     waiting: int = 256
     concurrency: int = 64
     timeout: float = 600.0
+    stream_interval: float = 0.02
     completions: int = 16
     prompts: int = 64
     stops: int = 16
@@ -47,6 +50,10 @@ class ServerSettings:
             _at_least_one(name, getattr(self, name))
         for name in ("concurrency", "timeout", "completions", "prompts", "stops"):
             _at_least_one(name, getattr(self, name))
+        if not 0 <= self.stream_interval < self.timeout:
+            raise InputError(
+                f"stream_interval: {self.stream_interval} is not legal; legal: 0 and above, less than the timeout"
+            )
         if not self.model:
             raise InputError("model: '' is not legal; legal: a name of at least 1 character")
         if not all(self.api_keys) or not all(self.api_keys.values()):

@@ -1,4 +1,4 @@
-"""What a text is in tokens, and back: `/tokenize`, `/detokenize`, and Anthropic's `count_tokens`."""
+"""What a text is in tokens, and back: `/tokenize`, `/detokenize`, `/tokenizer_info`, and Anthropic's `count_tokens`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from rorqual.engine.prompts import checked_tokenizer
+from rorqual.engine.text_model import TextModel
 from rorqual.errors import InputError
 from rorqual.server import fields
 from rorqual.server.access import Server
@@ -24,6 +26,7 @@ def routes(server: Server) -> Routes:
     return [
         ("POST", "/tokenize", guarded(tokenize(server))),
         ("POST", "/detokenize", guarded(detokenize(server))),
+        ("GET", "/tokenizer_info", guarded(tokenizer_info(server))),
         ("POST", "/v1/messages/count_tokens", guarded(count_tokens(server), anthropic=True)),
     ]
 
@@ -40,9 +43,7 @@ def tokenize(server: Server) -> Handler:
         else:
             if not isinstance(body.get("prompt"), str):
                 raise InputError("prompt: missing; give a text, or messages")
-            ids = server.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
-            if fields.flag(body, "add_special_tokens", True):
-                ids = [server.worker.engine.model.config.bos_token_id, *ids]
+            ids = text_ids(server.worker.engine.model, body["prompt"], fields.flag(body, "add_special_tokens", True))
         limit = server.worker.engine.max_model_len
         found: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
         if fields.flag(body, "return_token_strs"):
@@ -67,6 +68,24 @@ def detokenize(server: Server) -> Handler:
     return handle
 
 
+def tokenizer_info(server: Server) -> Handler:
+    """The special tokens by their spelling, and a request's length: lm-eval looks here before it uses `/tokenize`."""
+
+    async def handle(request: Request) -> Response:
+        server.tenant(request)
+        engine = server.worker.engine
+        config, spelled = engine.model.config, server.tokenizer.id_to_token
+        found = {
+            "bos_token": spelled(config.bos_token_id),
+            "eos_token": spelled(config.eos_token_id),
+            "model_max_length": engine.max_model_len,
+            "vocab_size": config.vocab_size,
+        }
+        return JSONResponse(found)
+
+    return handle
+
+
 def count_tokens(server: Server) -> Handler:
     """Tokens of a prompt of Anthropic's Messages, images with all of theirs."""
 
@@ -77,6 +96,17 @@ def count_tokens(server: Server) -> Handler:
         return JSONResponse({"input_tokens": len(ids)})
 
     return handle
+
+
+def text_ids(model: TextModel, text: str, special: bool = True) -> list[int]:
+    """Ids of a text as a prompt has them. special: bos stands in front, unless the text spells it there itself.
+
+    Raises:
+        InputError: a text that the tokenizer cannot take.
+    """
+    ids: list[int] = checked_tokenizer(model, text).encode(text, add_special_tokens=False).ids
+    bos = model.config.bos_token_id
+    return ids if not special or ids[:1] == [bos] else [bos, *ids]
 
 
 async def conversation_ids(server: Server, api: Api, body: dict[str, Any]) -> list[int]:

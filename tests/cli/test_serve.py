@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -125,3 +127,43 @@ def refused_in_time(address: str) -> int:
         status = httpx.post(f"{address}/v1/completions", json=body, headers=HEADERS, timeout=SECONDS).status_code
         if status != 200 or time.monotonic() > deadline:
             return status
+
+
+async def all_told(process: subprocess.Popen[str], address: str, bodies: list[dict[str, Any]]) -> list[list[str]]:
+    """Lines of each stream, where the process is told to end once all have begun."""
+    begun = 0
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+        nonlocal begun
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200
+            begun += 1
+            if begun == len(bodies):
+                process.send_signal(signal.SIGTERM)
+            return [line async for line in answer.aiter_lines() if line]
+
+    async with httpx.AsyncClient(base_url=address, headers=HEADERS, timeout=SECONDS) as client:
+        return await asyncio.gather(*(one(client, body) for body in bodies))
+
+
+def test_all_that_run_and_wait_are_answered_when_the_server_ends() -> None:
+    bodies = [{"prompt": f"The whale {n}", "max_tokens": 16, "ignore_eos": True} for n in range(12)]
+    with served("--model-name", "whale", "--slots", "2", "--drain", "100") as (process, address):
+        for lines in asyncio.run(all_told(process, address, bodies)):
+            assert lines[-1] == "data: [DONE]"
+            assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert process.wait(SECONDS) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_those_that_do_not_end_in_time_are_told() -> None:
+    bodies = [{"prompt": f"The whale {n}", "max_tokens": 2000, "ignore_eos": True} for n in range(6)]
+    with served("--model-name", "whale", "--slots", "2", "--drain", "0.2") as (process, address):
+        for lines in asyncio.run(all_told(process, address, bodies)):
+            assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert process.wait(SECONDS) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "6 requests did not end in time" in said
+    assert "Traceback" not in said

@@ -9,23 +9,28 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 import httpx
 
 HOW = {"temperature": 0.9, "stream": True}
 
 
-async def stream(client: httpx.AsyncClient, number: int, tokens: int) -> str:
-    """What one request says."""
-    body = {
+def body(number: int, tokens: int) -> dict[str, Any]:
+    """Of one request."""
+    return {
         "model": "rorqual",
         "messages": [{"role": "user", "content": f"Of whales, chapter {number}."}],
         "max_tokens": tokens,
         "seed": number,
         **HOW,
     }
+
+
+async def stream(client: httpx.AsyncClient, number: int, tokens: int) -> str:
+    """What one request says."""
     text, done = "", False
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with client.stream("POST", "/v1/chat/completions", json=body(number, tokens)) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":

@@ -24,6 +24,7 @@ from rorqual.engine.stats import EngineStats
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
 from rorqual.server.app import create_app
+from rorqual.server.serving import configured
 from rorqual.server.settings import ServerSettings
 from rorqual.training.data.tokens import EOS, SPECIAL_TOKENS, token_id
 
@@ -39,8 +40,7 @@ class Served:
         self.model, self.engine = model, Engine(model, **options)
         self.app = create_app(self.engine, settings)
         self.worker = self.app.state.server.worker
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(configured(self.app, host="127.0.0.1", port=0, log_level="error"))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         until(lambda: self._server.started)
