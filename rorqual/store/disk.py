@@ -32,7 +32,6 @@ BATCH = 64
 """Changes at which the index is committed."""
 SPARSE = 0.25
 """The share of live pages below which a segment's pages are moved, so that it can go."""
-
 GRAIN_S = 1e-3
 """How finely time is told to uses; their order is exact for as long as the store is open."""
 
@@ -44,7 +43,7 @@ class DiskStore:
 
     Pages of other identities and formats in the same folder are named in a message and left alone. When room is needed,
     the pages unused for longest go; where a whole segment has to be freed, at most half of it is copied, its latest
-    pages, and the rest goes too. A full disk drops pages; it evicts none.
+    pages, and the rest goes too. A full disk drops what is put, and keeps what it has.
 
     Args:
         disk_bytes: that the segments may take; the index comes on top, some 0.2 % at the release's page size. None for
