@@ -9,4 +9,5 @@ disk        `DiskStore`: segments, an index, checks; with `catalogue` (what it k
             files), `folder` (whose they are, and the lock), `sizes` (its bounds), `checksum`, `clock`
 remote      `RemoteStore`: a Mooncake store that machines share; with `mooncake` (the wheel), `bounded` (a deadline for
             every call) and `local_pool` (a master and memory for it on this machine)
+upkeep      a folder as a whole, for `rorqual store`
 """
