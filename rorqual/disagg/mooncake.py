@@ -11,8 +11,8 @@ receiver learns that it is not offered any more; one that was reading just then 
 checks find. A late `done` writes an old nonce, which ends nothing. The block stays mapped for as long as the engine
 lives, because nobody can know who still reads.
 
-A receiver that gives up leaves a read behind, which ends in Mooncake's own time (30 s without progress on TCP); until
-then it holds its buffer and one of `PULLS` threads.
+A receiver that gives up leaves a read behind, which ends in Mooncake's own time: on TCP after 10 s without progress, in
+a first handshake after 60 s. Until then it holds its buffer and one of `PULLS` threads.
 """
 
 from __future__ import annotations

@@ -7,13 +7,17 @@ so a peer that hangs costs each thread one deadline, and after that nothing.
 
 from __future__ import annotations
 
+import atexit
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+EXIT_S = 15.0
+"""That a process waits for late calls when it ends: one that comes back into an interpreter that is gone aborts it."""
 
 
 class OverdueError(Exception):
@@ -32,7 +36,7 @@ class _Call:
 
 
 class BoundedCalls:
-    """`threads` calls at a time, in threads that never keep the process from ending.
+    """`threads` calls at a time, in threads that keep the process from ending for `EXIT_S` at most.
 
     >>> calls = BoundedCalls(2, "example")
     >>> calls.run(lambda: 6 * 7, timeout_s=10)
@@ -48,6 +52,7 @@ class BoundedCalls:
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._open = self._late = 0
         self._closed = False
+        atexit.register(self._at_exit)
         for number in range(threads):
             threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True).start()
 
@@ -83,9 +88,14 @@ class BoundedCalls:
         if first:
             for _ in range(self.threads):
                 self._queue.put(None)
-        until = time.monotonic() + timeout_s
         with self._changed:
-            return self._changed.wait_for(lambda: self._open == 0, max(0.0, until - time.monotonic()))
+            idle = self._changed.wait_for(lambda: self._open == 0, timeout_s)
+        if idle:
+            atexit.unregister(self._at_exit)
+        return idle
+
+    def _at_exit(self) -> None:
+        self.close(EXIT_S)
 
     def _give_up(self, call: _Call) -> None:
         with self._changed:

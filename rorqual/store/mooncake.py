@@ -19,9 +19,17 @@ HANDSHAKE = "P2PHANDSHAKE"
 """Peers tell each other what they hold; no metadata server is run."""
 DEVICES = Path("/sys/class/infiniband")
 
-ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_TRANSFER_TIMEOUT": "3600"}
-"""What Mooncake reads, where nothing is set: it writes to standard error past any logger of Python's; and a transfer
-that it calls too long, though bytes still come, would go on into memory that is not its own any more."""
+ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "10",
+    "MC_TRANSFER_TIMEOUT": "3600",
+}
+"""What Mooncake reads, where nothing is set. It writes to standard error past any logger of Python's. What hangs, of a
+call or a transfer, ends in seconds rather than half a minute; a first call holds the interpreter meanwhile. Yet a
+transfer is not to be given up as too long: bytes that still come would go into memory that is not its own any more."""
 
 
 def store_module() -> Any:

@@ -156,7 +156,7 @@ class RemoteStore:
         except OverdueError:
             raise InputError(f"remote store: no Mooncake master answers at {own.master} within {OPEN_S:g} s") from None
         if code != 0:
-            raise InputError(f"remote store: Mooncake refuses master {own.master}, host {own.host} (code {code})")
+            raise InputError(f"remote store: no part to take by master {own.master} as host {own.host} (code {code})")
 
     def _verified(self, name: str, blob: bytes) -> bytes | None:
         size = self._identity.page_bytes

@@ -102,7 +102,9 @@ def test_many_callers_share_few_threads() -> None:
 def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
     script = (
         "import threading\n"
+        "from rorqual.store import bounded\n"
         "from rorqual.store.bounded import BoundedCalls, OverdueError\n"
+        "bounded.EXIT_S = 0.1\n"
         "try:\n"
         "    BoundedCalls(1, 'test').run(threading.Event().wait, 0.05)\n"
         "except OverdueError:\n"

@@ -253,6 +253,30 @@ def test_a_machine_that_dies_takes_its_pages_and_nobody_else(pool: LocalPool) ->
             holder.communicate()
 
 
+@pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["open", "closed"])
+def test_a_process_ends_in_order_though_the_master_hangs(closed: bool) -> None:
+    with LocalPool(POOL_BYTES) as pool:
+        script = (
+            "import sys\n"
+            "from rorqual.store.interface import StoreIdentity\n"
+            "from rorqual.store.remote import RemoteOptions, RemoteStore\n"
+            f"store = RemoteStore({IDENTITY!r}, RemoteOptions(master={pool.master!r}, deadline_s=0.2))\n"
+            "print('ready', flush=True)\n"
+            "sys.stdin.readline()\n"
+            f"print(store.get({key(0)!r}))\n" + "store.close()\n" * closed
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "ready\n"
+            stop(pool.master_pid)
+            told, complained = process.communicate("go\n", timeout=PATIENCE_S)
+        finally:
+            process.kill()
+            os.kill(pool.master_pid, signal.SIGCONT)
+        assert (told, process.returncode) == ("None\n", 0), complained
+
+
 def test_no_process_is_left_when_the_owner_of_a_pool_is_killed() -> None:
     script = (
         "import sys\n"
@@ -277,6 +301,24 @@ def runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(") ")[2][0] != "Z"
+
+
+def test_somebody_else_at_the_address_is_found_out_within_a_bound() -> None:
+    """A port that is open and says nothing."""
+    script = (
+        "import socket\n"
+        "from rorqual.errors import InputError\n"
+        "from rorqual.store import remote\n"
+        "listener = socket.create_server(('127.0.0.1', 0))\n"
+        "master = '127.0.0.1:%d' % listener.getsockname()[1]\n"
+        "try:\n"
+        f"    remote.RemoteStore(remote.{IDENTITY!r}, remote.RemoteOptions(master=master))\n"
+        "except InputError as error:\n"
+        "    print(str(error).replace(master, 'there'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout == "remote store: no part to take by master there as host 127.0.0.1 (code -1)\n", done.stderr
+    assert done.returncode == 0
 
 
 def test_what_cannot_be_had_is_refused_by_name(pool: LocalPool) -> None:
