@@ -98,6 +98,21 @@ def test_images_stay_there_too() -> None:
     assert torch.equal(found, expected)
 
 
+def test_pages_go_and_come_back_from_there() -> None:
+    """What a store gets are a page's bytes, and what it gives back stands there again."""
+    page_bytes = tiny().layout.page_bytes
+    with other_device() as device:
+        model = load(tiny_folder(), page_tokens=PAGE, kernels="plain", device="cuda")
+        pages = new_cache(model, 3 * PAGE).pages
+        assert pages.pool.device == device
+        wanted = torch.arange(page_bytes).to(torch.uint8).to(device)
+        pages.pool[1] = wanted
+        found = bytes(pages.page(1))
+        assert found == bytes(at % 256 for at in range(page_bytes))
+        pages.load(2, found)
+        assert bytes(pages.page(2)) == found and bytes(pages.page(0)) == bytes(page_bytes)
+
+
 def test_refusals_name_what_is_legal(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="device: 'tpu' is not supported by this version; legal: cpu, cuda"):
         load(tiny_folder(), device="tpu")

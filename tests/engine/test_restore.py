@@ -76,9 +76,10 @@ def told(engine: Engine, ids: Tensor) -> None:
     ask(engine, random_ids(5))
 
 
-@pytest.mark.parametrize("replay", ["bounded", "exact"])
-@pytest.mark.parametrize("prefill", ["ced", "full"])
-@pytest.mark.parametrize("speculative", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    ("replay", "prefill", "speculative"),
+    [("bounded", "ced", False), ("bounded", "full", True), ("exact", "ced", True), ("exact", "full", False)],
+)
 def test_restored_is_a_hit(replay: str, prefill: str, speculative: bool) -> None:
     """In another engine over the same store: the bits of a second request in the first one, and the same bytes."""
     model = golden("fp32-dspark", "fast")
@@ -287,9 +288,9 @@ def test_only_what_was_accepted_gets_out() -> None:
 
     engine.speculator.propose = wrong  # type: ignore[method-assign, assignment]
     prompts = [random_ids(length, seed=1) for length in (40, 40, 45)]
-    names = [engine.submit(ids, asked(40)) for ids in prompts]
+    names = [engine.submit(ids, asked(24)) for ids in prompts]
     outputs = run(engine, [engine.output(name) for name in names])
-    assert engine.stats().counts.proposed > 100
+    assert engine.stats().counts.proposed > 50
     allowed = {key for output in outputs for key in keys_of(engine, output)}
     assert store.pages.keys() == allowed and store.pages == pages_of(engine)
 
