@@ -21,7 +21,7 @@ from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.store import folder as folders
 from rorqual.store.catalogue import Catalogue
-from rorqual.store.checksum import PageCheck
+from rorqual.store.checksum import page_check
 from rorqual.store.clock import Clock, steady_clock
 from rorqual.store.index import Row, is_damage, open_index
 from rorqual.store.interface import PageBytes, StoreIdentity, StoreStat
@@ -69,7 +69,6 @@ class DiskStore:
         self._identity = identity
         self._sizes = sizes(identity.page_bytes, disk_bytes)
         self._known = Catalogue(ttl)
-        self._check = PageCheck(identity.page_bytes)
         self._clock = clock or steady_clock()
         self._fsync = fsync
         # Whoever changes files holds the first, and the second too for as long as it changes what is known. Who reads a
@@ -260,7 +259,7 @@ class DiskStore:
         except OSError as error:
             self._note(error)
             return False
-        digest = self._check(key, page)  # not before it is written: that brings it into the caches
+        digest = page_check(key, page)  # not before it is written: that brings it into the caches
         with self._state:
             self._expire()
             self._known.add(key, place, digest)
@@ -359,7 +358,7 @@ class DiskStore:
     def _read(self, key: bytes, row: Row) -> bytes | None:
         """The page that belongs there, None where there are other bytes or none."""
         page = self._segments.read(row.place)
-        return page if page is not None and self._check(key, page) == row.digest else None
+        return page if page is not None and page_check(key, page) == row.digest else None
 
     def _beyond(self, bound: int | None) -> bool:
         return bound is not None and self._segments.nbytes > bound

@@ -26,7 +26,7 @@ from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.store import mooncake
 from rorqual.store.bounded import BoundedCalls, OverdueError
-from rorqual.store.checksum import CHECK_BYTES, PageCheck
+from rorqual.store.checksum import CHECK_BYTES, page_check
 from rorqual.store.interface import PageBytes, StoreIdentity, StoreStat
 
 T = TypeVar("T")
@@ -80,7 +80,6 @@ class RemoteStore:
         self._identity = identity
         self._options = options
         self._folder = f"{PREFIX}/{VERSION}/{_digest(identity)}/"
-        self._check = PageCheck(identity.page_bytes)
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._away = False
@@ -101,7 +100,7 @@ class RemoteStore:
         size = self._identity.page_bytes
         assert memoryview(page).nbytes == size, (memoryview(page).nbytes, size)
         name = self._name(key)
-        blob = b"".join((page, self._check(name.encode(), page)))
+        blob = b"".join((page, page_check(name.encode(), page)))
         kept = self._call(lambda: self._client.put(name, blob), -1) == 0
         self._count("puts", dropped=not kept)
         return kept
@@ -163,7 +162,7 @@ class RemoteStore:
         if len(blob) != size + CHECK_BYTES:
             return None
         page = blob[:size]
-        return page if self._check(name.encode(), page) == blob[size:] else None
+        return page if page_check(name.encode(), page) == blob[size:] else None
 
     def _name(self, key: bytes) -> str:
         return self._folder + key.hex()
