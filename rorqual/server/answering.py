@@ -20,7 +20,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Work(Protocol):
-    """Something that the engine does for a client."""
+    """Something that the engine does for a client. ended: the engine has no more to do for it."""
+
+    @property
+    def ended(self) -> bool: ...
 
     async def answer(self) -> dict[str, Any]: ...
 
@@ -114,6 +117,9 @@ class EventStream(StreamingResponse):
         try:
             async with asyncio.timeout_at(self._deadline):
                 async for event in self._work.events():
+                    if self._work.ended:
+                        # Whoever reads the last event may ask again at once, and is to find its place free.
+                        self._admission.close()
                     yield event
         except TimeoutError:
             yield self._told(HttpError(408, f"request: more than {self._seconds:g} seconds"))

@@ -86,6 +86,10 @@ class Completions:
         text, offsets = self._spelling.prompt(ids) if asked.echo else ("", [])
         self._prompts.append(_Prompt(ticket, ticket.output, text, offsets))
 
+    @property
+    def ended(self) -> bool:
+        return all(prompt.output.finished for prompt in self._prompts)
+
     async def abort(self) -> None:
         """End what has not ended; its pages are free when this returns."""
         for prompt in self._prompts:

@@ -63,19 +63,19 @@ class Exchange:
                 if self._replies[delta.index].done:
                     continue
                 yield delta.index, self._parts(delta)
-                if self._done:
+                if self.ended:
                     break
         finally:
             await asyncio.shield(self.abort())
 
     @property
-    def _done(self) -> bool:
+    def ended(self) -> bool:
         return all(reply.done for reply in self._replies)
 
     async def abort(self) -> None:
         """End it where it has not ended; its pages are free when this returns."""
         # A stop text of the protocol's ends it as much as one of the engine's would.
-        await self.ticket.abort("stop" if self._done else "abort")
+        await self.ticket.abort("stop" if self.ended else "abort")
 
     def _parts(self, delta: Delta) -> Parts:
         reply = self._replies[delta.index]
@@ -144,7 +144,7 @@ class Exchange:
             usage.update(told)
         if told:
             usage[REPLAYED] = self._replayed
-            chunk["usage"] = usage if self._done else None
+            chunk["usage"] = usage if self.ended else None
         return chunk
 
 
