@@ -53,6 +53,33 @@ def test_one_key_has_its_share_and_another_its_own() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_whoever_has_read_the_last_event_finds_its_place_free(path: str) -> None:
+    async def ask() -> None:
+        async with asked(concurrency=1) as (client, server):
+            transport = client._transport
+            assert isinstance(transport, httpx.ASGITransport)
+            turn = {"messages": [{"role": "user", "content": "Hello"}], "input": "Hello", "prompt": "Hello"}
+            parts = [json.dumps(turn | {"max_tokens": 2, "max_output_tokens": 2, "stream": True}).encode()]
+            running: list[int] = []
+
+            async def receive() -> Any:
+                if parts:
+                    return {"type": "http.request", "body": parts.pop(), "more_body": False}
+                return await asyncio.Event().wait()
+
+            async def send(message: Any) -> None:
+                if message.get("body"):
+                    running.append(server.running.total())
+
+            scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+            await transport.app({**scope, "asgi": {"version": "3.0", "spec_version": "2.4"}}, receive, send)
+            assert running[-1] == 0
+            assert_free(server)
+
+    asyncio.run(ask())
+
+
 @pytest.mark.parametrize("engine", [{"slots": 1}, {"slots": 1, "max_waiting": 1}])
 def test_a_full_queue_says_when_to_come_again(engine: dict[str, Any]) -> None:
     async def ask() -> None:
