@@ -96,4 +96,4 @@ def test_what_nobody_ran_says_so() -> None:
     text = (DOCS / "others.md").read_text(encoding="utf-8")
     assert all(line.endswith("(untested)") for line in text.splitlines() if line.startswith("## "))
     tested = {path.stem for path in DOCS.glob("*.md")} - {"others"}
-    assert tested == {"curl", "openai", "anthropic", "langchain"}
+    assert tested == {"curl", "openai", "anthropic", "langchain", "lm-eval"}
