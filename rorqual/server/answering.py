@@ -120,7 +120,8 @@ class EventStream(Response):
             except OSError as error:
                 raise ClientDisconnect from error
             finally:
-                await asyncio.shield(self._work.abort())
+                if not self._work.over:
+                    await asyncio.shield(self._work.abort())
 
     async def _tell(self, receive: Receive, send: Send) -> None:
         last = ""

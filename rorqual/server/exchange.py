@@ -63,24 +63,27 @@ class Exchange:
         Raises:
             HttpError: the engine failed at it.
         """
+        last = None
         try:
             async for delta in self.ticket:
                 if self._replies[delta.index].done:
                     continue
-                yield delta.index, self._parts(delta)
-                if self._done:
+                found = delta.index, self._parts(delta)
+                if self._said:
+                    last = found
                     break
+                yield found
         finally:
-            await asyncio.shield(self.abort())
-
-    @property
-    def _done(self) -> bool:
-        return all(reply.done for reply in self._replies)
+            if not self.over:
+                await asyncio.shield(self.abort())
+        # Whoever hears the last of it may count on its room.
+        if last is not None:
+            yield last
 
     async def abort(self) -> None:
         """End it where it has not ended; its pages are free when this returns."""
         # A stop text of the protocol's ends it as much as one of the engine's would.
-        await self.ticket.abort("stop" if self._done else "abort")
+        await self.ticket.abort("stop" if self._said else "abort")
 
     def _parts(self, delta: Delta) -> Parts:
         reply = self._replies[delta.index]
@@ -94,6 +97,11 @@ class Exchange:
         if delta.finish_reason is not None and not reply.done:
             found += reply.end(delta.finish_reason)
         return found
+
+    @property
+    def _said(self) -> bool:
+        """Every completion has ended for its client."""
+        return all(reply.done for reply in self._replies)
 
     @property
     def over(self) -> bool:
@@ -125,7 +133,7 @@ class Exchange:
 
     async def events(self) -> AsyncIterator[str]:
         """The stream as server-sent events, those of one step in one piece."""
-        api, usage = self.call.api, dict[str, Any]()
+        api, usage, done = self.call.api, dict[str, Any](), self.call.api.response.sse_done_data()
         async for index, parts in self.parts():
             told = []
             for part in parts:
@@ -136,11 +144,10 @@ class Exchange:
                         continue
                     text = json.dumps(chunk, ensure_ascii=False)
                 told.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
+            if self._said and done is not None:
+                told.append(f"data: {done}\n\n")
             if told:
                 yield "".join(told)
-        done = api.response.sse_done_data()
-        if done is not None:
-            yield f"data: {done}\n\n"
 
     def _told(self, chunk: dict[str, Any], index: int, usage: dict[str, Any]) -> dict[str, Any]:
         """A chunk with its completion's index. Each completion tells its usage; the last one tells that of all, and how
@@ -157,7 +164,7 @@ class Exchange:
             usage.update(told)
         if told:
             usage[REPLAYED] = self._replayed
-            chunk["usage"] = usage if self._done else None
+            chunk["usage"] = usage if self._said else None
         return chunk
 
 

@@ -301,6 +301,7 @@ class EngineWorker:
         self._post.send()
 
     def _step(self) -> None:
+        gone = set[str]()
         for delta in self._engine.step():
             ticket = self._tickets.get(delta.request)
             if ticket is None:
@@ -309,7 +310,9 @@ class EngineWorker:
                 self._watcher.delta(ticket.output, delta)
             self._post.add(ticket.loop, ticket.put, delta)
             if delta.finish_reason is not None and delta.request not in self._engine:
-                del self._tickets[delta.request]
+                gone.add(delta.request)
+        for name in gone:  # not before all of its completions' deltas are posted
+            del self._tickets[name]
         self._post.send()
 
 

@@ -154,6 +154,10 @@ class Saying:
     async def abort(self, reason: str = "abort") -> None:
         self.aborted = True
 
+    @property
+    def ended(self) -> bool:
+        return self.aborted
+
 
 def events_of(
     call: Call, parts: Sequence[Sequence[int]], stopped_by: int | None, logprob: float | None = None
@@ -162,9 +166,10 @@ def events_of(
 
     async def read() -> list[str]:
         exchange = Exchange(call, Saying(parts, stopped_by, logprob))  # type: ignore[arg-type]
-        return [event async for event in exchange.events()]
+        return [piece async for piece in exchange.events()]
 
-    return asyncio.run(read())
+    # Events that come together are one piece.
+    return [f"{event}\n\n" for event in "".join(asyncio.run(read())).split("\n\n") if event]
 
 
 def answer_of(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from serving import demo_model
+from serving import SECONDS, demo_model
 
 from rorqual.engine.engine import Engine
 from rorqual.engine.output import Delta, TokenLogprob
@@ -82,6 +82,18 @@ def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
             assert [own.text for own in ticket.output.completions] == list(texts.values())
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_completions_that_end_in_one_step_are_all_told(tokens: int) -> None:
+    async def ask() -> None:
+        async with worker() as made:
+            params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True)
+            ticket = await made.submit(PROMPT, params, speculative=False)
+            ends = [one.index async for one in ticket if one.finish_reason == "length"]
+            assert sorted(ends) == [0, 1, 2]
+
+    asyncio.run(asyncio.wait_for(ask(), SECONDS))
 
 
 def test_within_an_interval_deltas_join_and_the_first_and_last_do_not_wait() -> None:
