@@ -14,6 +14,7 @@ from rorqual.disagg.packing import unpack
 from rorqual.disagg.parcel import Parcel
 from rorqual.disagg.transport import Ticket, Transport
 from rorqual.engine.engine import Engine
+from rorqual.engine.identity import fingerprint
 from rorqual.engine.images import ImageSource, read_images
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput, read_prompt
@@ -44,7 +45,7 @@ class DecodeWorker:
 
     def __init__(self, engine: Engine, *, recompute: bool = True, pull_s: float = PULL_S) -> None:
         self.engine, self.recompute, self.pull_s = engine, recompute, pull_s
-        self.fingerprint = engine.fingerprint
+        self.fingerprint, self._whole = engine.fingerprint, fingerprint(engine.model, decoder=True)
 
     def fetch(
         self,
@@ -116,7 +117,7 @@ class DecodeWorker:
         parcel = Parcel.from_bytes(data)
         header, model = parcel.header, self.engine.model
         whose = f"hand-over of {header.request!r}"
-        if header.fingerprint != self.fingerprint:
+        if header.fingerprint != (self._whole if header.mode == "rings" else self.fingerprint):
             raise HandoverError(f"{whose}: it is of another model, or of other numerics")
         if header.page_tokens != model.layout.page_tokens:
             raise HandoverError(f"{whose}: pages of {header.page_tokens} tokens; legal: {model.layout.page_tokens}")

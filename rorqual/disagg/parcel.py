@@ -39,7 +39,8 @@ class Header:
     """What a hand-over is of.
 
     request: the caller's id. mode: of `HANDOVERS`. ids: the prompt's tokens. images: where they stand in it, and what
-    is in them. fingerprint: of the model (`rorqual.engine.identity`). page_tokens: of a page.
+    is in them. fingerprint: of the model as far as the parts depend on it, for `rings` with its decoder
+    (`rorqual.engine.identity`). page_tokens: of a page.
     first: position of the first row of rings and streams; they end with the prompt.
     write_floor: below it, the last source's global KV stands in the pages; the decoder's first layer writes the rest.
     decoder_floor: as of `SequenceStep`.

@@ -145,6 +145,7 @@ class PrefillWorker:
         self.scheduler = Scheduler(self.kv, self._replayed, limits, self.restorer)
         self.runner = Runner(model, self.cache)
         self.fingerprint = fingerprint(model)
+        self._whole = fingerprint(model, decoder=True) if model.has_decoder else ""
         self._clock = clock
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
@@ -301,7 +302,7 @@ class PrefillWorker:
             mode=job.mode,
             ids=tuple(job.tokens.prompt.ids.tolist()),
             images=job.images,
-            fingerprint=self.fingerprint,
+            fingerprint=self._whole if job.mode == "rings" else self.fingerprint,
             page_tokens=self.model.layout.page_tokens,
             first=first,
             write_floor=handed.write_floor,

@@ -15,10 +15,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rorqual.cache.kv_cache import KVCache
-from rorqual.engine.handed import Handed, standing
+from rorqual.engine.handed import Handed, same_pages, standing
 from rorqual.engine.identity import store_identity
 from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import Intake
@@ -226,6 +227,7 @@ class Engine:
             speculative=speculative,
             copies=params.n - 1,
             standing=None if handed is None else standing(handed, self.model.config.sliding_window),
+            same=None if handed is None else partial(same_pages, handed, self.cache),
         )
         return self._enter(own)
 

@@ -94,13 +94,25 @@ def take_out(
     )
 
 
-def put_in(handed: Handed, model: Transformer, cache: KVCache, slot: int, table: Tensor, prompt: Prompt) -> None:
+def same_pages(handed: Handed, cache: KVCache, pages: Sequence[int]) -> int:
+    """How many of these pages, from the first on, hold what was handed over to the bit: they need not be held twice."""
+    count, device = 0, cache.pages.pool.device
+    for page, held in zip(pages, handed.pages, strict=False):
+        if not torch.equal(cache.pages.pool[page], held.to(device)):
+            break
+        count += 1
+    return count
+
+
+def put_in(
+    handed: Handed, model: Transformer, cache: KVCache, slot: int, table: Tensor, prompt: Prompt, shared: int = 0
+) -> None:
     """Fill a request's pages and its slot. For `replay` the slot stands at its start already.
 
-    prompt: the ids, and which of them are images; features are not looked at.
+    prompt: the ids, and which of them are images; features are not looked at. shared: leading pages that are there.
     """
     device = cache.pages.pool.device
-    for page, held in zip(table[: len(handed.pages)].tolist(), handed.pages, strict=True):
+    for page, held in zip(table[shared : len(handed.pages)].tolist(), handed.pages[shared:], strict=True):
         cache.pages.pool[page] = held.to(device)
     if handed.kind == "replay":
         write_tails(cache.slots, slot, handed.rows)

@@ -26,6 +26,7 @@ class SequencePlan:
 
     reset: the slot is somebody else's yet: it is to stand at `start`, with nothing below, before the step.
     handed: pages and slot are to be filled with what was handed over, of this kind of `Standing`; "" for none.
+    shared: its leading pages that hold that already, and are somebody else's too.
     drafts: the last so many rows are proposals to verify.
     new_pages: what its block table grows by in this step; all of it with `reset`.
     restored: tokens below `write_floor` whose pages a store has given for this slot's sequence.
@@ -41,6 +42,7 @@ class SequencePlan:
     reset: bool = False
     handed: str = ""
     restored: int = 0
+    shared: int = 0
     drafts: int = 0
     write_floor: int = 0
     window_floor: int = 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rorqual.engine.plan import Standing
 from rorqual.pool.prefix import PrefixChain
+
+Same = Callable[[Sequence[int]], int]
+"""How many of these pages, from the first on, hold the very bytes that were handed over."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,6 +55,9 @@ class Track:
     """Where it begins, with what was handed over; None once it has, or has lost that."""
     restored: int = 0
     """Tokens below `write_floor` whose pages came from a store."""
+    same: Same | None = None
+    shared: int = 0
+    """Pages that it took over because they are the `same`."""
 
     @property
     def tokens(self) -> int:
@@ -85,6 +91,7 @@ class Track:
             copies=0,
             standing=None,
             restored=0,
+            same=None,
         )
 
 

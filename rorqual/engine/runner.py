@@ -93,7 +93,8 @@ class Runner:
             before = compressed_before(self.model, tokens.known(plan.start), plan.start)
             self.cache.slots.begin(plan.slot, plan.start, before)
         if given is not None:
-            put_in(given, self.model, self.cache, plan.slot, self._table(plan), tokens.known(plan.end))
+            prompt = tokens.known(plan.end)
+            put_in(given, self.model, self.cache, plan.slot, self._table(plan), prompt, plan.shared)
 
     def _step(self, plan: SequencePlan, tokens: Tokens, drafts: Sequence[int]) -> SequenceStep:
         start = plan.end - plan.encoder_rows

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from rorqual.engine.loads import Loads, NoStore
 from rorqual.engine.plan import SequencePlan, Standing, StepPlan
-from rorqual.engine.queue import Track, WaitingQueue
+from rorqual.engine.queue import Same, Track, WaitingQueue
 from rorqual.engine.room import Room, SchedulerLimits
 from rorqual.errors import CapacityError, InputError
 from rorqual.pool.manager import Fork, KVManager
@@ -86,11 +86,13 @@ class Scheduler:
         speculative: bool = False,
         copies: int = 0,
         standing: Standing | None = None,
+        same: Same | None = None,
     ) -> Track:
         """Let a request wait. chain: of its prompt, extended by `accepted` from then on. new_tokens: at most.
 
         copies: forks that will be made of it at the end of its prefill, for which slots are kept free.
         standing: where it begins with what was handed over. If it loses that, it computes its prompt.
+        same: of that; without, none of its pages is found in the prefix index.
 
         Raises:
             InputError: it could never run.
@@ -111,6 +113,7 @@ class Scheduler:
             speculative=speculative,
             copies=copies,
             standing=standing,
+            same=same,
         )
         self._wait(track)
         return track
@@ -230,7 +233,7 @@ class Scheduler:
         track = self.track(request)
         assert 0 < position <= track.tokens
         track.chain.truncate(position)
-        track.standing = None
+        track.standing = track.same = None
         self.preempt(request)
 
     def preempt(self, request: str) -> None:
@@ -278,6 +281,7 @@ class Scheduler:
                 reset=not track.begun,
                 handed=handed,
                 restored=track.restored,
+                shared=track.shared if handed else 0,
                 drafts=max(0, end - tokens),
                 write_floor=track.write_floor,
                 window_floor=track.window_floor,
@@ -286,7 +290,8 @@ class Scheduler:
                 logits_from=min(first, end) if reached or track.logits_from is not None else end,
             )
         )
-        track.told, track.begun, track.standing = track.told + len(pages), True, None
+        track.told, track.begun = track.told + len(pages), True
+        track.standing = track.same = None
 
     def _wait(self, track: Track) -> None:
         self._arrivals += 1
@@ -296,10 +301,10 @@ class Scheduler:
         """The next waiting request, with a slot and pages for all that it knows; None where it has to go on waiting."""
         kept = sum(track.copies for track in self._running.values())
         for track in self._waiting.ordered(self._steps):
-            # Logits of the prompt are computed, and so is the prompt.
-            keys = track.chain.keys if track.logits_from is None and track.standing is None else []
+            # Nobody overtakes: what is free is being saved for it.
             if self.kv.slots.free <= kept + track.copies:
-                return None  # nobody overtakes: what is free is being saved for it
+                return None
+            keys = self._adoptable(track)
             # What was handed over needs nothing of a store.
             loaded = () if track.standing is not None else self._loads.loaded(track)
             if loaded is None:
@@ -311,10 +316,20 @@ class Scheduler:
             self._loads.admitted(track.id, keys[: found.hit // self.kv.page_tokens], found.restored)
             track.restored = len(found.restored) * self.kv.page_tokens
             track.slot, track.told, track.begun, track.target = found.slot, 0, False, track.tokens
+            track.shared = found.hit // self.kv.page_tokens
             self._begin(track, found.hit)
             self._running[track.id] = track
             return track
         return None
+
+    def _adoptable(self, track: Track) -> list[bytes]:
+        """Keys of the pages that it may take over where the index has them."""
+        keys = track.chain.keys
+        if track.logits_from is not None:
+            return []  # logits of the prompt are computed, and so is the prompt
+        if track.standing is None:
+            return keys
+        return keys[: track.same(self.kv.pages.match(keys))] if track.same is not None else []
 
     def _begin(self, track: Track, hit: int) -> None:
         """Where an admitted request starts to compute, and its floors."""
@@ -330,7 +345,8 @@ class Scheduler:
     def _preempt(self, track: Track, preempted: list[str]) -> None:
         del self._running[track.id]
         self.kv.release(track.id)
-        track.slot, track.computed, track.proposed, track.standing = None, 0, 0, None
+        track.slot, track.computed, track.proposed = None, 0, 0
+        track.standing = track.same = None
         self._waiting.add(track, self._steps)
         self.preemptions += 1
         preempted.append(track.id)

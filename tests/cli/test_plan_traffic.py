@@ -34,7 +34,7 @@ def test_options_reach_the_figures(capsys: Capture) -> None:
     more = ("--hit-rate", "0.9", "--link", "8Gbit/s", "--latency", "0.1", "--handover", "rings")
     told = document(capsys, *arguments, *more, "--disk", "1TB", "--endurance", "1PB", "--target-time", "1.1")
     assert [row["hand-over"] for row in told["handover"]] == ["rings"]
-    total = 8 * 113_920 + 12_288 + 24 + 2_703_360 + 202_752
+    total = 8 * 113_920 + 12_288 + 24 + 2_703_360 + 202_752 + 517_120
     link = told["links"][0]
     assert link["time at 1 GB/s [ms]"] == pytest.approx(100 + total / 1e6)
     assert link["link for 1.1 s [GB/s]"] == pytest.approx(total / 1e9)

@@ -20,7 +20,7 @@ from rorqual.errors import HandoverError
 from rorqual.planner.traffic import HANDOVERS
 
 HOLD_S, WAIT_S = 30.0, 60.0
-ROUNDS = 60
+ROUNDS = 40
 FULL_ROUNDS = 2000
 FAULTS = ("lost ticket", "dead sender", "damaged", "cut off", "late", "lost done", "another model", "another prompt")
 
@@ -79,7 +79,7 @@ def plant(split: Split, transport: Faulty, fault: str) -> None:
     if fault == "lost ticket":
         lose_tickets(split)
     elif fault == "another model":
-        split.prefill.fingerprint = "0" * 64
+        split.prefill.fingerprint = split.prefill._whole = "0" * 64
     elif fault == "another prompt":
         inner = split.prefill.submit
         split.prefill.submit = lambda prompt, **options: inner([7, *prompt[1:].tolist()], **options)  # type: ignore
