@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rorqual.engine.llm import LLM
     from rorqual.engine.output import RequestOutput
     from rorqual.engine.params import Constraint, SamplingParams
+    from rorqual.engine.storing import StoreOptions
     from rorqual.errors import RorqualError
     from rorqual.layout import KVLayout
     from rorqual.model.load import load
@@ -42,6 +43,7 @@ _EXPORTS = {
     "RorqualError": "rorqual.errors",
     "ModelConfig": "rorqual.config",
     "SamplingParams": "rorqual.engine.params",
+    "StoreOptions": "rorqual.engine.storing",
     "load": "rorqual.model.load",
     "trace": "rorqual.analysis.trace",
     "train": "rorqual.training.run",
@@ -56,6 +58,7 @@ __all__ = [
     "RequestOutput",
     "RorqualError",
     "SamplingParams",
+    "StoreOptions",
     "__version__",
     "load",
     "trace",

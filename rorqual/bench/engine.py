@@ -1,8 +1,9 @@
-"""An engine from its user's side: `rorqual bench engine`, in five parts that can be run alone.
+"""An engine from its user's side: `rorqual bench engine`, in six parts that can be run alone.
 
 load      short requests, so many at once, with drafts and without: tokens a second, waits, what bookkeeping takes
 single    one request's decode against the bare loop over the model
 prefix    the first token behind a long prefix that is there already, against one that is not
+restore   the same across a restart: a prefix that an earlier process has stored on disk
 trace     a request trace replayed on the clock, with shared prefixes and without
 memory    peaks of long prompts in fresh processes
 """
@@ -13,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rorqual.bench import engine_load, engine_single, engine_trace
+from rorqual.bench import engine_load, engine_restore, engine_single, engine_trace
 from rorqual.bench.checkpoints import check_positions, checkpoint
 from rorqual.bench.engine_load import Load, load_rows, profile_row, settings
+from rorqual.bench.engine_restore import Restore, restore_row
 from rorqual.bench.engine_single import Single, decode_row, prefix_row
 from rorqual.bench.engine_trace import PREFIXES, Replay, trace_rows
 from rorqual.bench.fresh import fresh_process
@@ -25,26 +27,29 @@ from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Backend, Progress
 
-PARTS = ("load", "single", "prefix", "trace", "memory")
-REPEATS = {"load": 3, "single": 3, "prefix": 3, "trace": 1, "memory": 1}
+PARTS = ("load", "single", "prefix", "restore", "trace", "memory")
+REPEATS = {"load": 3, "single": 3, "prefix": 3, "restore": 3, "trace": 1, "memory": 1}
 SHIPPED = "shipped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bars:
     """speedup: tokens a second at the judged concurrency over those of one request. share: bookkeeping of a step.
-    single: seconds a token over the bare loop's. prefix: seconds to the first token, shared over cold. growth:
-    workspace of the long prompt over the short one's."""
+    single: seconds a token over the bare loop's. prefix: seconds to the first token, shared over cold. restore: the
+    same, restored after a restart over cold. growth: workspace of the long prompt over the short one's."""
 
     speedup: Bar | None = None
     share: Bar | None = None
     single: Bar | None = None
     prefix: Bar | None = None
+    restore: Bar | None = None
     growth: Bar | None = None
 
 
 BARS: dict[str, Bars] = {
-    SHIPPED: Bars(speedup=Bar(at_least=4), share=Bar(at_most=0.05), single=Bar(at_most=1.1)),
+    SHIPPED: Bars(
+        speedup=Bar(at_least=4), share=Bar(at_most=0.05), single=Bar(at_most=1.1), restore=Bar(at_most=1 / 6)
+    ),
     "mid": Bars(speedup=Bar(at_least=4), single=Bar(at_most=1.1), prefix=Bar(at_most=0.1), growth=Bar(at_most=1.1)),
 }
 """Of the shipped model and by random preset. Other checkpoints are measured and not judged."""
@@ -56,12 +61,19 @@ class Sizes:
 
     load: Load = field(default_factory=Load)
     single: Single = field(default_factory=Single)
+    restore: Restore = field(default_factory=Restore)
     replay: Replay = field(default_factory=Replay)
     workspaces: tuple[int, int] = (16_384, 131_072)
 
 
-FULL = Sizes(load=engine_load.FULL, single=engine_single.FULL, replay=engine_trace.FULL)
-QUICK = Sizes(load=engine_load.QUICK, single=engine_single.QUICK, replay=engine_trace.QUICK, workspaces=(64, 192))
+FULL = Sizes(load=engine_load.FULL, single=engine_single.FULL, restore=engine_restore.FULL, replay=engine_trace.FULL)
+QUICK = Sizes(
+    load=engine_load.QUICK,
+    single=engine_single.QUICK,
+    restore=engine_restore.QUICK,
+    replay=engine_trace.QUICK,
+    workspaces=(64, 192),
+)
 
 NOTES = (
     "fp32 numerics, the fast ops, ced prefill; drafts are used where a row says so, in the trace where the model has "
@@ -76,6 +88,9 @@ NOTES = (
     "decode: the engine's step against Sequence.append of the same tokens, eight in turn, the first of which does not "
     "count; the engine also plans, chooses and makes text",
     "prefix: both requests are alone; cold: nobody has had the prefix; shared: the one before has",
+    "restore: a process each, in turn, after a shorter prompt has settled it; restored: an earlier process has put the "
+    "prefix into the store, on disk without a memory tier (the system may have the file in its cache); cold: the store "
+    "is empty, and written to",
     "trace: prompts, answers and blocks scaled to at most 4,096 tokens, block ids made random tokens; waits are from "
     "when a request was due; apart: every request is a tenant of its own and finds nothing; one replay each",
     "memory: fresh processes; workspace_bytes = peak_rss_bytes - imported_bytes (kernels loaded) - "
@@ -118,7 +133,7 @@ def run_engine(
         check_positions(ModelConfig.from_json(folder), sizes.load.tokens)
         loaded = load(folder, kernels="fast")
         stepped = _counted(progress, _steps(loaded, sizes, counts))
-        rows = _rows(loaded, sizes, bars, counts, trace, time_scale, stepped)
+        rows = _rows(loaded, folder, sizes, bars, counts, trace, time_scale, stepped)
         if profile:
             rows.append(profile_row(loaded, sizes.load))
         if "memory" in counts:
@@ -134,6 +149,7 @@ def bars_of(model: Path | None, random: str | None) -> Bars:
 
 def _rows(
     model: Transformer,
+    folder: Path,
     sizes: Sizes,
     bars: Bars,
     counts: Mapping[str, int],
@@ -151,6 +167,9 @@ def _rows(
         if part in counts:
             rows.append(measure(model, single, counts[part], bar))
             stepped()
+    if "restore" in counts:
+        restore = sizes.restore.within(model.config.max_position_embeddings, model.layout.page_tokens)
+        rows.append(restore_row(folder, restore, counts["restore"], bars.restore, stepped))
     if "trace" in counts:
         rows += trace_rows(model, sizes.replay, trace, time_scale, stepped)
     return rows
@@ -189,6 +208,7 @@ def _steps(model: Transformer, sizes: Sizes, counts: Mapping[str, int]) -> int:
     """Calls of `stepped` in a run of these parts, by their samples."""
     each = {"single": 1, "prefix": 1, "trace": len(PREFIXES)}
     each["load"] = counts.get("load", 0) * len(sizes.load.at_once) * len(settings(model))
+    each["restore"] = 1 + 2 * counts.get("restore", 0)
     each["memory"] = counts.get("memory", 0) * len(sizes.workspaces)
     return sum(each[part] for part in counts)
 

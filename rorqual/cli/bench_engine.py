@@ -10,7 +10,7 @@ from typing import Any
 from rorqual.cli.output import Cell, print_table
 from rorqual.errors import InputError
 
-PARTS = ("load", "single", "prefix", "trace", "memory")
+PARTS = ("load", "single", "prefix", "restore", "trace", "memory")
 """As `rorqual.bench.engine` has them, which is too heavy to import for a refusal."""
 LOAD_COLUMNS = ("requests", "drafts", "tokens/s", "speedup", "first token", "p95", "a token", "p95", "accepted", "bar")
 STEP_COLUMNS = ("a step of", "drafts", "ms", "plan", "choose and settle", "model", "draft", "bookkeeping", "bar")

@@ -217,7 +217,7 @@ class Engine:
             priority=priority,
             handed=handed,
         )
-        self.scheduler.submit(
+        track = self.scheduler.submit(
             own.lives[0].key,
             own.chain,
             own.budget,
@@ -229,6 +229,8 @@ class Engine:
             standing=None if handed is None else standing(handed, self.model.config.sliding_window),
             same=None if handed is None else partial(same_pages, handed, self.cache),
         )
+        if self.restorer is not None:
+            self.restorer.begin(track)
         return self._enter(own)
 
     def check(
@@ -370,6 +372,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Of pools and scheduler; and every completion that has not ended is in the scheduler, and no other."""
         self.scheduler.check_integrity()
+        if self.restorer is not None:
+            self.restorer.check_integrity(self.scheduler.ahead(self.scheduler.waiting))
         waiting = {live.key for live in self._lives.values() if live.key in self.scheduler}
         assert len(waiting) == self.scheduler.running + self.scheduler.waiting
         for own in self._requests.values():

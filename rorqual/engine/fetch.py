@@ -20,7 +20,7 @@ from rorqual.log import logger
 from rorqual.store.interface import PageStore
 
 HELD_BYTES = 256 << 20
-"""Of all fetched pages that wait for their request's admission: 2,356 of the release's, 301,568 tokens."""
+"""Of all fetched pages that wait for their request's admission: 2,356 of the release's, for 301,568 tokens."""
 NOTICED, LACKING = 64, 4096
 """Prefixes and pages that are remembered until there is time for them; the oldest go."""
 IDLE_SECONDS = 1.0
@@ -71,7 +71,8 @@ class Fetcher:
     Args:
         store: asked from this thread alone.
         page_bytes: of a page; a blob of another size counts as lost.
-        held_bytes: of all blobs of fetches that were not dropped yet, at most.
+        held_bytes: of all blobs of fetches that were not dropped yet, at most; but one request alone may have as much
+            as it needs, which its pages in the cache bound.
     """
 
     def __init__(self, store: PageStore, page_bytes: int, held_bytes: int = HELD_BYTES) -> None:
@@ -85,6 +86,10 @@ class Fetcher:
         self._changed = threading.Condition()
         self._signals = 0
         self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        """Fetches that were added and not dropped yet."""
+        return len(self._queue)
 
     @property
     def held(self) -> int:
@@ -185,15 +190,15 @@ class Fetcher:
             fetch.done = len(fetch.blobs) == fetch.wanted
 
     def _room(self, fetch: Fetch) -> bool:
-        """Whether one more page may be held for a fetch. Those behind it give back theirs, and begin again later."""
+        """Whether one more page may be held for a fetch: within the bound, or beyond it where nobody else holds any.
+
+        Those behind it give back theirs, and begin again later.
+        """
         behind = self._queue[self._queue.index(fetch) + 1 :]
         while self.held >= self.most:
             victim = next((other for other in reversed(behind) if other.blobs and not other.claimed), None)
             if victim is None:
-                # Alone it has all that there is: this is as far as its prefix goes.
-                fetch.done = len(fetch.blobs) == self.held
-                self._changed.notify_all()
-                return False
+                return len(fetch.blobs) == self.held
             victim.blobs, victim.wanted, victim.done = {}, None, False
         return True
 

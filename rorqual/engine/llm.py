@@ -32,7 +32,7 @@ class LLM:
             the caller closes. None for nowhere.
         speculative: propose tokens with the model's drafts; the text is the same without. False for a model that has
             none.
-        numerics, kernels, page_tokens: of `rorqual.load`; not for a model that is loaded already.
+        numerics, kernels: of `rorqual.load`; not for a model that is loaded already.
         options: of `Engine`: memory, slots, prefill, replay, draft_tokens, ...
 
     Raises:

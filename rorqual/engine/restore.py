@@ -50,6 +50,10 @@ class Restorer:
         """A page was published: the store copies it, or has no room for it."""
         self.store.put(key, self._pages.page(page))
 
+    def begin(self, track: Track) -> None:
+        """A request begins to wait: what it lacks is looked up before the next step asks."""
+        self._fetch(track)
+
     def look(self, waiting: Sequence[Track]) -> None:
         """Fetch for these; the first is admitted next. And offer again some of what the store is found to lack."""
         for key in self.fetcher.lacking(OFFERED):
@@ -91,12 +95,18 @@ class Restorer:
         self._since.pop(request, None)
         self._drop(self._fetches.pop(request, None))
 
+    def check_integrity(self, waiting: Sequence[Track]) -> None:
+        """Nothing is held but for requests that wait."""
+        kept = {track.id for track in waiting}
+        assert self._fetches.keys() <= kept and self._since.keys() <= kept
+        assert len(self.fetcher) == sum(bool(fetch.keys) for fetch in self._fetches.values())
+
     def _fetch(self, track: Track) -> Fetch:
         if track.id not in self._fetches:
-            self._fetches[track.id] = self._begin(track)
+            self._fetches[track.id] = self._made(track)
         return self._fetches[track.id]
 
-    def _begin(self, track: Track) -> Fetch:
+    def _made(self, track: Track) -> Fetch:
         # Logits of the prompt are computed, and so is the prompt.
         keys = track.chain.keys if track.logits_from is None else []
         if len(keys) <= self._least:
@@ -119,7 +129,7 @@ class Restorer:
             stale = any(key not in fetch.blobs and self._kv.pages.find(key) is None for key in keys)
         if stale:
             self._drop(fetch)
-            fetch = self._fetches[track.id] = self._begin(track)
+            fetch = self._fetches[track.id] = self._made(track)
         return fetch
 
     def _drop(self, fetch: Fetch | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,11 +97,14 @@ class Catalogue:
         self._order.insert(key)
         self._changed[place] = key
 
-    def use(self, keys: Iterable[bytes]) -> None:
-        """Uses, the last one the latest."""
-        for key in keys:
-            self._order.touch(key)
-            self._used.add(key)
+    def use(self, key: bytes) -> None:
+        self._order.touch(key)
+        self._used.add(key)
+
+    def use_chain(self, keys: Sequence[bytes]) -> None:
+        """Deepest first: no page of a chain is to go before those that are useless without it."""
+        self._order.touch_all(reversed(keys))
+        self._used.update(keys)
 
     def move(self, key: bytes, place: Place) -> None:
         """The page is elsewhere now; not a use."""
@@ -124,17 +127,16 @@ class Catalogue:
         Uses in the future were written while the wall clock was ahead; they count as now, and are told so. Of uses at
         one time, as those of a chain are, the page that was written last is taken for the deepest, and goes first.
         """
-        latest = int(now * MICRO)
-        expired = 0
         by_place = sorted(rows, key=lambda row: row.place, reverse=True)
-        for row in sorted(by_place, key=lambda row: min(row.used, latest)):
+        expired = 0
+        for row in sorted(by_place, key=lambda row: min(row.used / MICRO, now)):
             if row.key in self._entries:  # the index is damaged; one of the two is enough
                 self._changed[row.place] = None
                 continue
-            expired += len(self.expire(max(0, min(row.used, latest)) / MICRO))
+            expired += len(self.expire(max(0.0, min(row.used / MICRO, now))))
             self._place(row.key, Entry(row.place, row.digest))
             self._order.insert(row.key)
-            if row.used > latest:
+            if row.used / MICRO > now:
                 self._used.add(row.key)
         return expired + len(self.expire(now))
 
@@ -149,10 +151,9 @@ class Catalogue:
     def take(self) -> Changes:
         """What the index has to be told; counts as told unless it is given back."""
         gone = [place for place, key in self._changed.items() if key is None]
-        keys = [key for key in self._changed.values() if key is not None]
-        rows = list(self._rows(dict.fromkeys((*keys, *self._used))))
-        self._changed.clear()
-        self._used.clear()
+        self._used.update(key for key in self._changed.values() if key is not None)
+        rows = sorted(map(self._row, self._used))  # by place: the end of the index's B-tree, not all over it
+        self._changed, self._used = {}, set()
         return Changes(gone=gone, rows=rows)
 
     def give_back(self, changes: Changes) -> None:
@@ -164,11 +165,9 @@ class Catalogue:
             there = entry is not None and entry.place == row.place
             self._changed.setdefault(row.place, row.key if there else None)
 
-    def _rows(self, keys: Iterable[bytes]) -> Iterator[Row]:
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None:
-                yield Row(entry.place, key, entry.digest, int(self._order.last_use(key) * MICRO))
+    def _row(self, key: bytes) -> Row:
+        place, digest = self._entries[key]
+        return Row(place, key, digest, int(self._order.last_use(key) * MICRO))
 
     def _place(self, key: bytes, entry: Entry) -> None:
         self._entries[key] = entry

@@ -20,11 +20,11 @@ from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.store import folder as folders
 from rorqual.store.catalogue import Catalogue, Entry
-from rorqual.store.checksum import check
+from rorqual.store.checksum import PageCheck
 from rorqual.store.clock import Clock, steady_clock
 from rorqual.store.index import Row, is_damage, open_index
 from rorqual.store.interface import PageBytes, StoreIdentity, StoreStat
-from rorqual.store.segments import Place, Segments
+from rorqual.store.segments import Segments
 from rorqual.store.sizes import sizes
 
 BATCH = 64
@@ -66,6 +66,7 @@ class DiskStore:
         self._identity = identity
         self._sizes = sizes(identity.page_bytes, disk_bytes)
         self._known = Catalogue(ttl)
+        self._check = PageCheck(identity.page_bytes)
         self._clock = clock or steady_clock()
         self._fsync = fsync
         # Whoever changes files holds the first, and the second too for as long as it changes what is known. Who reads a
@@ -90,16 +91,15 @@ class DiskStore:
         return self._identity
 
     def put(self, key: bytes, page: PageBytes) -> bool:
-        size = self._identity.page_bytes
-        assert memoryview(page).nbytes == size, (memoryview(page).nbytes, size)
+        # Every step of this path is felt: between two copies of a page the processor finds little of it in its caches.
         with self._writing:
-            with self._state:
-                self._puts += 1
-                self._expire()
-                if not self._closed and key in self._known:
-                    self._known.use((key,))
-                    return True
-            if self._closed or not self._append(key, page, check(key, page)):
+            self._puts += 1
+            if key in self._known:
+                with self._state:
+                    if self._find(key) is not None:
+                        self._known.use(key)
+                        return True
+            if self._closed or not self._append(key, page):
                 self._dropped += 1
                 return False
             if self._known.pending >= BATCH:
@@ -111,18 +111,19 @@ class DiskStore:
             self._gets += 1
             entry = self._find(key)
             if entry is not None:
-                self._known.use((key,))
+                self._known.use(key)
+                self._hits += 1
         while entry is not None:
             page = self._read(key, entry)
+            if page is not None:
+                return page
             with self._state:
-                if page is not None:
-                    self._hits += 1
-                    return page
                 # It may have been moved, and its old segment removed, between the look-up and the reading.
                 before, entry = entry, self._find(key)
                 if entry == before:
                     self._lose(key)
-                    return None
+                    entry = None
+                self._hits -= entry is None
         return None
 
     def match(self, keys: Sequence[bytes]) -> int:
@@ -131,8 +132,7 @@ class DiskStore:
             if self._closed:
                 return 0
             found = next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
-            # Deepest first: no page of a chain is to go before those that are useless without it.
-            self._known.use(reversed(keys[:found]))
+            self._known.use_chain(keys[:found])
             return found
 
     def delete(self, key: bytes) -> bool:
@@ -246,16 +246,20 @@ class DiskStore:
             self._move_out(number, self._known.live(number))
             self._commit()
 
-    def _append(self, key: bytes, page: PageBytes, digest: bytes) -> bool:
+    def _append(self, key: bytes, page: PageBytes) -> bool:
         """Write a new page where there is room or room can be made."""
         if self._sizes.pages is not None:
             self._evict_beyond(self._sizes.pages - 1)
-        if self._segments.full and not self._next_segment():
+        if not self._segments.room and not self._next_segment():
             return False
-        place = self._write(page)
-        if place is None:
+        try:
+            place = self._segments.append(page)
+        except OSError as error:
+            self._note(error)
             return False
+        digest = self._check(key, page)  # not before it is written: that brings it into the caches
         with self._state:
+            self._expire()
             self._known.add(key, place, digest)
         return True
 
@@ -263,10 +267,10 @@ class DiskStore:
         """Begin one, within the bound; then the emptiest of the others goes if little in it is live."""
         if self._beyond(self._sizes.begin):
             self._commit()  # segments without live pages go
-        while self._segments.full and self._beyond(self._sizes.begin):
+        while not self._segments.room and self._beyond(self._sizes.begin):
             if not self._free_one():
                 return False
-        if self._segments.full and not self._begin():
+        if not self._segments.room and not self._begin():
             return False
         others = (n for n in self._segments.numbers if n != self._segments.active and self._known.live(n))
         victim = min(others, key=self._known.live, default=None)
@@ -291,10 +295,14 @@ class DiskStore:
         """Copy up to `most` of a segment's live pages, the latest first, to where pages are written now."""
         for key in self._known.latest(victim)[:most]:
             entry = self._known.find(key)
-            if entry is None or (self._segments.full and not self._begin()):
+            if entry is None or (not self._segments.room and not self._begin()):
                 continue
-            page = self._read(key, entry)
-            place = None if page is None else self._write(page)
+            page, place = self._read(key, entry), None
+            if page is not None:
+                try:
+                    place = self._segments.append(page)
+                except OSError as error:
+                    self._note(error)
             with self._state:
                 if self._known.find(key) != entry:
                     continue
@@ -345,17 +353,10 @@ class DiskStore:
             return False
         return True
 
-    def _write(self, page: PageBytes) -> Place | None:
-        try:
-            return self._segments.append(page)
-        except OSError as error:
-            self._note(error)
-            return None
-
     def _read(self, key: bytes, entry: Entry) -> bytes | None:
         """The page that belongs there, None where there are other bytes or none."""
         page = self._segments.read(entry.place)
-        return page if page is not None and check(key, page) == entry.digest else None
+        return page if page is not None and self._check(key, page) == entry.digest else None
 
     def _beyond(self, bound: int | None) -> bool:
         return bound is not None and self._segments.nbytes > bound

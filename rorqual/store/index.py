@@ -90,7 +90,7 @@ class PageIndex:
         base.execute("BEGIN IMMEDIATE")
         try:
             base.executemany(_DELETE, ((_row_id(place),) for place in gone))
-            base.executemany(_INSERT, ((_row_id(row.place), row.key, row.digest, row.used) for row in rows))
+            base.executemany(_INSERT, map(_values, rows))
             base.execute("COMMIT")
         except BaseException:
             if base.in_transaction:
@@ -193,6 +193,11 @@ def _size(path: Path) -> int:
 
 def _row_id(place: Place) -> int:
     return place.segment << POSITION_BITS | place.position
+
+
+def _values(row: Row) -> tuple[int, bytes, bytes, int]:
+    (segment, position), key, digest, used = row
+    return segment << POSITION_BITS | position, key, digest, used
 
 
 def _row(values: tuple[object, ...]) -> Row | None:

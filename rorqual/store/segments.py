@@ -8,7 +8,6 @@ when the segment is continued.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -54,10 +53,12 @@ class Segments:
     def __init__(self, folder: Path, page_bytes: int, slots: int, *, fsync: bool = False) -> None:
         assert slots >= 1, slots
         self.slots = slots
+        self.room = 0
+        """Pages that still go into the segment that is written to."""
         self._fsync = fsync
         self._folder, self._page_bytes = folder, page_bytes
         self._lock = Lock()
-        self._open: OrderedDict[int, _File] = OrderedDict()
+        self._open: dict[int, _File] = {}
         self._sizes = dict(_listed(folder))
         self._next = max(self._sizes, default=0) + 1
         self._active: int | None = None
@@ -70,16 +71,6 @@ class Segments:
     def active(self) -> int | None:
         """The segment that is written to."""
         return self._active
-
-    @property
-    def full(self) -> bool:
-        """Whether the next page needs another segment."""
-        return not self.room
-
-    @property
-    def room(self) -> int:
-        """Pages that still go into the segment that is written to."""
-        return 0 if self._active is None else max(0, self.slots - self.pages(self._active))
 
     @property
     def nbytes(self) -> int:
@@ -97,33 +88,36 @@ class Segments:
         """Go on in a segment behind its first `pages` pages; what follows them goes. Raises OSError."""
         os.truncate(self._path(number), pages * self._page_bytes)
         self._sizes[number] = pages * self._page_bytes
-        self._active = number
+        self._active, self.room = number, max(0, self.slots - pages)
 
     def begin(self) -> None:
         """Begin the next segment; a number is never used twice. Raises OSError."""
         number, self._next = self._next, self._next + 1
         self._keep_open(number, _File(self._path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL))
         self._sizes[number] = 0
-        self._active = number
+        self._active, self.room = number, self.slots
 
     def append(self, page: PageBytes) -> Place:
         """Write a page behind the last one. Raises OSError, and then the page is not there."""
-        assert self._active is not None and not self.full
-        number, start = self._active, self._sizes[self._active]
-        file = self._file(number)
-        view = memoryview(page).cast("B")
+        number, size = self._active, self._page_bytes
+        assert number is not None and self.room
+        start, file = self._sizes[number], self._file(number)
         done = 0
         try:
-            while done < len(view):
-                done += os.pwrite(file.fd, view[done:], start + done)
+            done = os.pwrite(file.fd, page, start)
+            if done != size:
+                assert memoryview(page).nbytes == size, (memoryview(page).nbytes, size)
+            while done < size:
+                done += os.pwrite(file.fd, memoryview(page).cast("B")[done:], start + done)
         except OSError:
             if done:
                 os.ftruncate(file.fd, start)
             raise
-        self._sizes[number] = start + len(view)
+        self._sizes[number] = start + size
+        self.room -= 1
         if self._fsync:
             self._unsynced[number] = file
-        return Place(number, start // self._page_bytes)
+        return Place(number, start // size)
 
     def read(self, place: Place) -> bytes | None:
         """The bytes at a place as they are now; None where there are none."""
@@ -153,7 +147,7 @@ class Segments:
         self._unsynced.pop(number, None)
         del self._sizes[number]
         if self._active == number:
-            self._active = None
+            self._active, self.room = None, 0
         try:
             self._path(number).unlink(missing_ok=True)
         except OSError:
@@ -169,18 +163,14 @@ class Segments:
         return self._folder / _name(number)
 
     def _file(self, number: int) -> _File:
-        with self._lock:
-            file = self._open.get(number)
-            if file is not None:
-                self._open.move_to_end(number)
-                return file
-        return self._keep_open(number, _File(self._path(number), os.O_RDWR))
+        file = self._open.get(number)
+        return file or self._keep_open(number, _File(self._path(number), os.O_RDWR))
 
     def _keep_open(self, number: int, file: _File) -> _File:
         with self._lock:
             self._open[number] = file
-            if len(self._open) > OPEN_FILES:
-                self._open.popitem(last=False)
+            while len(self._open) > OPEN_FILES:
+                del self._open[next(iter(self._open))]
             return file
 
 

@@ -12,10 +12,12 @@ import pytest
 from figures import numbers
 
 from rorqual.bench import engine as bench
-from rorqual.bench import engine_load, engine_trace, engine_workspace
+from rorqual.bench import engine_load, engine_restore, engine_trace, engine_workspace
 from rorqual.bench.engine_load import Load, Run, load_rows, run_load
+from rorqual.bench.engine_restore import Restore
 from rorqual.bench.engine_single import Single
 from rorqual.bench.engine_trace import Arrival, replayed, scaled
+from rorqual.bench.fresh import fresh_process
 from rorqual.bench.latency import Latency, first_token, per_token
 from rorqual.bench.report import Bar
 from rorqual.checkpoint.random import write_random
@@ -67,6 +69,7 @@ def test_a_quick_run_has_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return engine_workspace.run(folder, tokens, chunk)
 
     monkeypatch.setattr(bench, "fresh_process", here)
+    monkeypatch.setattr(engine_restore, "fresh_process", restored_here)
     document = run(tmp_path / "engine.json", "--profile")
     assert document["what"] == "engine" and document["quick"] is True
     assert document["command"] == "rorqual bench engine --repeats 1 --quick --random tiny --profile"
@@ -79,23 +82,29 @@ def test_a_quick_run_has_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         *["bookkeeping"] * 2,
         "decode",
         "prefix",
+        "restore",
         *["trace"] * 2,
         "profile",
         *["memory"] * 2,
     ]
     check_load(rows[:4])
     check_steps(rows[4:6])
-    for row, pair in zip(rows[6:8], ("engine_s / bare_s", "shared_s / cold_s"), strict=True):
+    for row, pair in zip(rows[6:9], ("engine_s / bare_s", "shared_s / cold_s", "restored_s / cold_s"), strict=True):
         assert row["ratio_of"] == pair and row["ratio"] > 0
-    assert rows[6]["same_tokens"] is True and rows[7]["hit_tokens"] == 256
-    check_traces(rows[8:10])
-    assert set(rows[10]["profile"]) == {"no drafts", "drafts"}
-    for parts in rows[10]["profile"].values():
+    assert rows[6]["same_tokens"] is True and rows[7]["hit_tokens"] == rows[8]["restored_tokens"] == 256
+    check_traces(rows[9:11])
+    assert set(rows[11]["profile"]) == {"no drafts", "drafts"}
+    for parts in rows[11]["profile"].values():
         assert {"engine: plan", "engine: choose and settle", "Python between"} <= {part["part"] for part in parts}
         assert sum(part["share"] for part in parts) == pytest.approx(1)
-    check_memory(rows[11:])
+    check_memory(rows[12:])
     out = capsys.readouterr().out
     assert "3 at once, 8 + 3 to 5 tokens" in out and "engine: choose and settle" in out and "apart" in out
+
+
+def restored_here(module: str, folder: Path, store: Path, *numbers: int) -> dict[str, object]:
+    assert module == engine_restore.MODULE
+    return engine_restore.run(folder, store, *numbers)
 
 
 def check_load(rows: list[Document]) -> None:
@@ -131,6 +140,21 @@ def check_memory(rows: list[Document]) -> None:
         assert row["workspace_bytes"] == row["peak_rss_bytes"] - sum(row[name] for name in parts)
         assert row["shape"].startswith(f"a prompt of {tokens} tokens") and row["layer_tokens"] > tokens
     assert "workspace_growth" in rows[1] and "workspace_growth" not in rows[0]
+
+
+def test_a_restore_is_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """A real one finds what this one has stored."""
+    layout, asked = load(folder).layout, (256, 8, 64)
+    first = engine_restore.run(folder, tmp_path, *asked, 0)
+    second = fresh_process(engine_restore.MODULE, folder, tmp_path, *asked, 1)
+    assert first["restored_tokens"] == 0 and second["restored_tokens"] == 256
+    assert second["restored_bytes"] == 256 // layout.page_tokens * layout.page_bytes
+    assert all(float(str(row["first_token_s"])) > 0 for row in (first, second))
+
+
+def test_a_stored_prefix_is_cut_to_the_model() -> None:
+    assert Restore().within(4096, 128) == replace(Restore(), prefix=3968)
+    assert Restore().within(65_536, 128) == Restore() and engine_restore.QUICK.within(1024, 128) == engine_restore.QUICK
 
 
 def test_parts_run_alone(tmp_path: Path) -> None:
@@ -298,7 +322,7 @@ def test_a_file_is_replayed(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["engine", "--part", "decode"], "part: 'decode' is none of engine's; legal: load, single, prefix, trace, "),
+        (["engine", "--part", "decode"], "part: 'decode' is none of engine's; legal: load, single, prefix, restore, "),
         (["model", "--trace", "x"], "trace: nothing is replayed here; legal: with engine and its part trace"),
         (["engine", "--part", "load", "--time-scale", "1"], "time-scale: nothing is replayed here"),
         (["engine", "--trace", "no-such-file"], "trace: no-such-file is not a file"),
@@ -317,6 +341,7 @@ def test_who_is_judged() -> None:
     assert bench.bars_of(None, None).share == Bar(at_most=0.05) and bench.bars_of(None, None).prefix is None
     assert bench.bars_of(None, "mid").prefix == Bar(at_most=0.1) == bench.BARS["mid"].prefix
     assert bench.bars_of(None, "tiny") == bench.bars_of(Path("mid"), None) == bench.Bars()
+    assert bench.bars_of(None, None).restore == Bar(at_most=1 / 6)
     assert set(bench.BARS) - {bench.SHIPPED} <= set(presets.NAMES)
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -83,12 +84,11 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
-def test_a_server_says_its_plan_and_ends_in_order() -> None:
-    body = {"prompt": "The whale", "max_tokens": 100, "ignore_eos": True, "speculative": False, "stream": True}
-    with served("--model-name", "whale", "--slots", "2", "--max-model-len", "600", "--drain", "100") as (
-        process,
-        address,
-    ):
+def test_a_server_says_its_plan_and_ends_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What its store was given while it ran is there when it has ended."""
+    body = {"prompt": "The whale. " * 60, "max_tokens": 100, "ignore_eos": True, "speculative": False, "stream": True}
+    options = ("--model-name", "whale", "--slots", "2", "--max-model-len", "600", "--drain", "100")
+    with served(*options, "--store", str(tmp_path / "kept")) as (process, address):
         with httpx.Client(base_url=address, headers=HEADERS, timeout=SECONDS) as client:
             assert client.get("/v1/models").json()["data"][0] | {"created": 0} == {
                 "id": "whale",
@@ -111,6 +111,10 @@ def test_a_server_says_its_plan_and_ends_in_order() -> None:
     assert "2 slots x" in said
     assert KEY not in said
     assert "Traceback" not in said
+    capsys.readouterr()
+    assert main(["store", "stat", str(tmp_path / "kept"), "--json"]) == 0
+    (kept,) = json.loads(capsys.readouterr().out)
+    assert kept["pages"] >= 2 and kept["page_tokens"] == 128
 
 
 def refused_in_time(address: str) -> int:

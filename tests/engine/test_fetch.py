@@ -149,11 +149,16 @@ def test_the_first_takes_room_from_those_behind_it() -> None:
     assert arrived(behind) == "ab" and fetcher.held == 2
 
 
-def test_a_prefix_that_is_longer_than_all_room_is_cut() -> None:
-    fetcher, fetch = Still(Told(b"abcdef"), SIZE, 2 * SIZE), of("abcdef")
-    fetcher.add(fetch)
+def test_a_prefix_that_is_longer_than_all_room_has_it_alone() -> None:
+    fetcher, (long, next_one) = Still(Told(b"abcdefg"), SIZE, 2 * SIZE), (of("abcdef"), of("g"))
+    for fetch in (long, next_one):
+        fetcher.add(fetch)
     finish(fetcher)
-    assert arrived(fetch) == "ab" and fetch.done and fetch.reach == 2
+    assert arrived(long) == "abcdef" and long.done and long.reach == 6
+    assert next_one.wanted == 1 and not next_one.done
+    fetcher.drop(long)
+    finish(fetcher)
+    assert arrived(next_one) == "g"
 
 
 def test_what_is_noticed_comes_last_and_what_is_lacking_is_told_once() -> None:

@@ -19,7 +19,7 @@ def llm() -> LLM:
 
 
 def test_names_are_exported() -> None:
-    for name in ("LLM", "Engine", "SamplingParams", "Constraint", "RequestOutput"):
+    for name in ("LLM", "Engine", "SamplingParams", "Constraint", "RequestOutput", "StoreOptions"):
         assert getattr(rorqual, name).__module__.startswith("rorqual.engine.")
 
 
