@@ -1,4 +1,4 @@
-"""`rorqual bench`: kernels, a model, its memory, a long context, an engine, the planner, a store, against bars."""
+"""`rorqual bench`: kernels, a model, memory, a long context, an engine, the planner, a store, transfers, and bars."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from rorqual.errors import InputError
 if TYPE_CHECKING:
     from rorqual.bench.report import JsonRow
 
-KINDS = ("kernels", "model", "memory", "context", "engine", "plan", "store")
+KINDS = ("kernels", "model", "memory", "context", "engine", "plan", "store", "transfer")
 WITHOUT_MODEL = {
     "kernels": "kernels are measured without a checkpoint",
     "context": "context takes presets of its own",
     "plan": "the planner is measured without a checkpoint",
     "store": "a store is measured without a checkpoint",
+    "transfer": "transfers are measured without a checkpoint",
 }
 MEDIANS = ("decode_s", "start_s", "write_s", "replay_s", "cpu_s", "first_token_s", "tokens_per_s")
 PARTS = {"context": ("decode", "memory", "prefill"), "engine": bench_engine.PARTS}
@@ -36,7 +37,7 @@ TIME_COLUMNS = ("what", "shape", "variant", "baseline", "measured", "ratio", "of
 
 def command(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context, engine, plan or store.")
+        str, typer.Argument(metavar="WHAT", help="kernels, model, memory, context, engine, plan, store or transfer.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
@@ -64,7 +65,7 @@ def command(
     ] = None,
 ) -> None:
     """Measure on this machine: kernels and a model against plain twins, memory, a long context, an engine's speed and
-    waits, the planner's times, a store's rates."""
+    waits, the planner's times, the rates of a store and of transfers."""
     parts = tuple(part or ())
     check(what, repeats, model, random, parts)
     bench_engine.check_trace(what, parts, trace, time_scale)
@@ -172,6 +173,12 @@ def measure(
         if what == "store":
             rates = store.run_store(repeats=repeats or store.REPEATS, quick=quick, progress=progress)
             return report.document(rates, store.NOTES)
+        if what == "transfer":
+            # Imported here: no other benchmark needs Mooncake.
+            from rorqual.bench import transfer
+
+            rows = transfer.run_transfer(repeats=repeats or transfer.REPEATS, quick=quick, progress=progress)
+            return report.document(rows, transfer.NOTES)
         if what == "context":
             costs = context.run_context(parts=parts or PARTS[what], repeats=repeats, quick=quick, progress=progress)
             return report.document(costs, context.NOTES)

@@ -83,7 +83,8 @@ class MooncakeTransport:
     Args:
         host: of this machine, as the others reach it.
         protocol, devices: of `mooncake.PROTOCOLS`; RDMA devices by comma, empty for any.
-        credit_bytes: memory for parcels that are offered at once. credit_parcels: how many.
+        credit_bytes: memory for parcels that are offered at once; who only pulls needs next to none.
+        credit_parcels: how many.
         clock: seconds.
 
     Raises:
@@ -130,7 +131,9 @@ class MooncakeTransport:
 
     def offer(self, parcel: Parcel, hold_s: float) -> Ticket | None:
         ticket = Ticket(request=parcel.header.request, nbytes=parcel.nbytes, place="")
-        self._check_size(ticket)
+        if ticket.nbytes > self.credit_bytes:
+            most = f"the transport takes {self.credit_bytes} at most"
+            raise HandoverError(f"hand-over of {ticket.request!r}: {ticket.nbytes} bytes; {most}")
         with self._lock:
             self._settle()
             offer = None if self._closed else self._reserve(ticket, hold_s)
@@ -151,7 +154,6 @@ class MooncakeTransport:
 
     def pull(self, ticket: Ticket, timeout_s: float) -> memoryview:
         place = _Place.of(ticket)
-        self._check_size(ticket)
         self._lost.add(ticket.place)
         try:
             message = self._calls.run(lambda: self._read(place, ticket.nbytes), timeout_s)
@@ -196,11 +198,6 @@ class MooncakeTransport:
         with self._lock:
             self._arena.check_integrity()
             assert len(self._free_slots) + len(self._offers) == self.credit_parcels
-
-    def _check_size(self, ticket: Ticket) -> None:
-        if ticket.nbytes > self.credit_bytes:
-            most = f"the transport takes {self.credit_bytes} at most"
-            raise HandoverError(f"hand-over of {ticket.request!r}: {ticket.nbytes} bytes; {most}")
 
     def _taken(self) -> int:
         return sum(offer.ticket.nbytes for offer in self._offers.values())
@@ -273,7 +270,10 @@ class _Block:
     """
 
     def __init__(self, engine: Any, size: int) -> None:
-        memory = mmap.mmap(-1, size)
+        try:
+            memory = mmap.mmap(-1, size)
+        except (OSError, OverflowError) as error:
+            raise HandoverError(f"no memory for {size} bytes ({error})") from None
         self.view = memoryview(memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         code = engine.register_memory(self.address, size)

@@ -8,7 +8,6 @@ so a peer that hangs costs each thread one deadline, and after that nothing.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -83,9 +82,8 @@ class BoundedCalls:
         if first:
             for _ in range(self.threads):
                 self._queue.put(None)
-        until = time.monotonic() + timeout_s
         with self._changed:
-            return self._changed.wait_for(lambda: self._open == 0, max(0.0, until - time.monotonic()))
+            return self._changed.wait_for(lambda: self._open == 0, timeout_s)
 
     def _give_up(self, call: _Call) -> None:
         with self._changed:

@@ -30,11 +30,12 @@ FORGET_S = 10
 START_S = 30.0
 END_S = 10.0
 PR_SET_PDEATHSIG = 1
-_PIPES: dict[str, Any] = {
+_APART: dict[str, Any] = {
     "stdin": subprocess.PIPE,
     "stdout": subprocess.PIPE,
     "stderr": subprocess.DEVNULL,  # Mooncake's own log
     "text": True,
+    "start_new_session": True,  # Ctrl-C is for the owner, who ends it when its time has come
 }
 TRANSFER_BUFFER = 1 << 20
 """Of the lending process, which transfers nothing itself."""
@@ -64,7 +65,7 @@ class LocalPool:
         if memory_bytes < 1:
             raise InputError(f"Mooncake store: memory_bytes {memory_bytes} is not legal; legal: at least 1")
         command = [sys.executable, "-m", __name__, host, str(port), str(memory_bytes), str(forget_s)]
-        self._process = subprocess.Popen(command, **_PIPES)
+        self._process = subprocess.Popen(command, **_APART)
         try:
             started = self._started()
         except BaseException:
@@ -140,7 +141,8 @@ def _start_master(host: str, port: int, forget_s: str) -> tuple[subprocess.Popen
             "--enable_metric_reporting=false",
             f"--client_ttl={forget_s}",
         ]
-        master = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_end_with_us)
+        nowhere = subprocess.DEVNULL
+        master = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=_end_with_us)
         until = time.monotonic() + START_S / ATTEMPTS
         while master.poll() is None and time.monotonic() < until:
             if mooncake.answers(address, 1.0):

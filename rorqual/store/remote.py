@@ -26,7 +26,7 @@ from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.store import mooncake
 from rorqual.store.bounded import BoundedCalls, OverdueError
-from rorqual.store.checksum import CHECK_BYTES, check
+from rorqual.store.checksum import CHECK_BYTES, PageCheck
 from rorqual.store.interface import PageBytes, StoreIdentity, StoreStat
 
 T = TypeVar("T")
@@ -80,6 +80,7 @@ class RemoteStore:
         self._identity = identity
         self._options = options
         self._folder = f"{PREFIX}/{VERSION}/{_digest(identity)}/"
+        self._check = PageCheck(identity.page_bytes)
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._away = False
@@ -100,7 +101,7 @@ class RemoteStore:
         size = self._identity.page_bytes
         assert memoryview(page).nbytes == size, (memoryview(page).nbytes, size)
         name = self._name(key)
-        blob = b"".join((page, check(name.encode(), page)))
+        blob = b"".join((page, self._check(name.encode(), page)))
         kept = self._call(lambda: self._client.put(name, blob), -1) == 0
         self._count("puts", dropped=not kept)
         return kept
@@ -109,7 +110,7 @@ class RemoteStore:
         name = self._name(key)
         blob: bytes = self._call(lambda: self._client.get(name), b"")
         # Mooncake says what is not there, and what it could not fetch, by an empty object.
-        page = _verified(name, blob, self._identity.page_bytes) if blob else None
+        page = self._verified(name, blob) if blob else None
         self._count("gets", hits=page is not None, damaged=bool(blob) and page is None)
         if blob and page is None:
             # A put keeps what is there, so it must go before the right page can come.
@@ -156,6 +157,13 @@ class RemoteStore:
             raise InputError(f"remote store: no Mooncake master answers at {own.master} within {OPEN_S:g} s") from None
         if code != 0:
             raise InputError(f"remote store: Mooncake refuses master {own.master}, host {own.host} (code {code})")
+
+    def _verified(self, name: str, blob: bytes) -> bytes | None:
+        size = self._identity.page_bytes
+        if len(blob) != size + CHECK_BYTES:
+            return None
+        page = blob[:size]
+        return page if self._check(name.encode(), page) == blob[size:] else None
 
     def _name(self, key: bytes) -> str:
         return self._folder + key.hex()
@@ -206,10 +214,3 @@ class RemoteStore:
 
 def _digest(identity: StoreIdentity) -> str:
     return hashlib.sha256(json.dumps(asdict(identity), sort_keys=True).encode()).hexdigest()
-
-
-def _verified(name: str, blob: bytes, page_bytes: int) -> bytes | None:
-    if len(blob) != page_bytes + CHECK_BYTES:
-        return None
-    page = blob[:page_bytes]
-    return page if check(name.encode(), page) == blob[page_bytes:] else None

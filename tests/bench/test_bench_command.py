@@ -47,7 +47,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["nonsense"],
-            "what: 'nonsense' cannot be measured; legal: kernels, model, memory, context, engine, plan, store",
+            "what: 'nonsense' cannot be measured; "
+            "legal: kernels, model, memory, context, engine, plan, store, transfer",
         ),
         ([], "Missing argument"),
         (["kernels", "--repeats", "0"], "repeats: 0 is not legal; legal: at least 1"),

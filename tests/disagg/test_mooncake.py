@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from mooncake_here import needs_mooncake
 from mooncake_peer import Peer, parcel_of
+from stopping import stop
 
 from rorqual.disagg.mooncake import MooncakeTransport, _Block
 from rorqual.disagg.parcel import Parcel
@@ -164,6 +165,18 @@ def test_a_flipped_bit_is_found(transport: MooncakeTransport) -> None:
     transport.settled()
 
 
+def test_who_only_pulls_needs_no_credit(peer: Peer) -> None:
+    receiver = MooncakeTransport(credit_bytes=1, credit_parcels=1)
+    ticket = peer.ticket(3, SMALL, LONG)
+    assert came(receiver, ticket)
+    receiver.done(ticket)
+    assert peer.ask("settled") == [["request 3", "done"]]
+    for nbytes in (1 << 46, 1 << 70):
+        with pytest.raises(HandoverError):
+            receiver.pull(replace(ticket, nbytes=nbytes), LONG)
+    receiver.close()
+
+
 @pytest.mark.parametrize("place", ["", "7", "[]", '["127.0.0.1:1", 0, 0, ""]', "[1, 2, 3, 4]", '["a", 64, 64, "zz"]'])
 def test_a_place_of_something_else_is_refused(place: str, transport: MooncakeTransport) -> None:
     ticket = Ticket(request="r", nbytes=10, place=place)
@@ -264,7 +277,7 @@ def test_a_sender_that_hangs_costs_the_deadline() -> None:
     with Peer() as peer, Peer() as other:
         known = peer.ticket(1, SMALL, LONG)
         assert came(transport, known)
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        stop(peer.process.pid)
         begun = time.monotonic()
         with pytest.raises(HandoverError, match=r"did not come from .* within 0\.5 s"):
             transport.pull(known, 0.5)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from mooncake_here import needs_mooncake
+from stopping import stop
 
 from rorqual.errors import InputError
-from rorqual.store.checksum import CHECK_BYTES, check
+from rorqual.store.checksum import CHECK_BYTES
 from rorqual.store.interface import StoreIdentity
 from rorqual.store.local_pool import LocalPool
 from rorqual.store.remote import RemoteOptions, RemoteStore
@@ -122,7 +123,7 @@ def test_another_identity_sees_nothing(change: dict[str, object], store: RemoteS
 
 
 def blob_of(store: RemoteStore, seed: int) -> bytes:
-    return page(seed) + check(store._name(key(seed)).encode(), page(seed))
+    return page(seed) + store._check(store._name(key(seed)).encode(), page(seed))
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -180,42 +181,41 @@ def test_a_closed_store_finds_and_keeps_nothing(pool: LocalPool) -> None:
     assert not store.put(key(61), page(61)) and not store.delete(key(60))
 
 
-def test_the_master_dies_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_master_dies_and_comes_back() -> None:
     with LocalPool(POOL_BYTES) as first:
         store = RemoteStore(
             IDENTITY, RemoteOptions(master=first.master, memory_bytes=POOL_BYTES, deadline_s=DEADLINE_S)
         )
-        assert eventually(lambda: store.put(key(0), page(0))) and store.get(key(0)) == page(0)
+        assert eventually(lambda: store.put(key(0), page(0)) and store.get(key(0)) == page(0))
         os.kill(first.master_pid, signal.SIGKILL)
         assert eventually(lambda: not first.alive()), "the process beside it ends with it"
     begun = time.monotonic()
     for _ in range(500):
         assert store.get(key(0)) is None and store.match([key(0)]) == 0 and not store.put(key(1), page(1))
     # Mooncake tries for seconds in every call; one caller waits for the deadline, the others not at all.
-    assert time.monotonic() - begun < 20 * DEADLINE_S
+    assert time.monotonic() - begun < PATIENCE_S
     port = int(first.master.rpartition(":")[2])
     with LocalPool(POOL_BYTES, port=port):
-        assert eventually(lambda: store.put(key(2), page(2))) and store.get(key(2)) == page(2)
+        assert eventually(lambda: store.put(key(2), page(2)) and store.get(key(2)) == page(2))
         assert store.get(key(0)) is None, "the new master knows of nothing"
         store.close()
 
 
-def test_a_master_that_hangs_costs_a_few_deadlines_and_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_master_that_hangs_costs_a_deadline_and_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
     with LocalPool(POOL_BYTES) as pool, caplog.at_level(logging.INFO, "rorqual"):
         store = RemoteStore(IDENTITY, RemoteOptions(master=pool.master, deadline_s=DEADLINE_S))
         assert eventually(lambda: store.put(key(0), page(0)))
-        os.kill(pool.master_pid, signal.SIGSTOP)
+        stop(pool.master_pid)
         begun = time.monotonic()
         for _ in range(1000):
             assert store.get(key(0)) is None and store.match([key(0)]) == 0
         # Mooncake itself would have waited 30 s in every single call.
-        assert time.monotonic() - begun < 20 * DEADLINE_S
+        assert time.monotonic() - begun < PATIENCE_S
         os.kill(pool.master_pid, signal.SIGCONT)
         assert eventually(lambda: store.get(key(0)) == page(0))
         store.close()
-    text = [record.getMessage() for record in caplog.records]
-    assert sum("no answer by way of" in line for line in text) == 1
-    assert sum("answers again" in line for line in text) == 1
+    text = [record.getMessage() for record in caplog.records if record.name == "rorqual"]
+    assert any("no answer by way of" in line for line in text) and "answers again" in text[-1]
 
 
 HOLDER = """
@@ -237,7 +237,7 @@ def test_a_machine_that_dies_takes_its_pages_and_nobody_else(pool: LocalPool) ->
         )
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
-            store = RemoteStore(IDENTITY, RemoteOptions(master=own.master, deadline_s=DEADLINE_S))
+            store = RemoteStore(IDENTITY, RemoteOptions(master=own.master, deadline_s=PATIENCE_S))
             put = [seed for seed in range(60) if store.put(key(seed), page(seed))]
             assert [store.get(key(seed)) for seed in put] == [page(seed) for seed in put]
             holder.kill()
