@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rorqual.disagg.cluster.actors import ROLES
@@ -50,7 +52,9 @@ class Here:
             return outer
         self._open.add(outer)
         if method not in self.deaf:
-            inner = asyncio.run_coroutine_threadsafe(getattr(self.actor, method)(*args), self._loop)
+            # As between processes; what is awaited there stays what it is.
+            sent = [arg if isinstance(arg, list) else pickle.loads(pickle.dumps(arg)) for arg in args]
+            inner = asyncio.run_coroutine_threadsafe(getattr(self.actor, method)(*sent), self._loop)
             inner.add_done_callback(lambda done: self._pass_on(done, outer))
         return outer
 
@@ -97,7 +101,7 @@ class Here:
         if done.cancelled() or done.exception() is not None:
             outer.set_exception(RuntimeError("cancelled") if done.cancelled() else done.exception())
         else:
-            outer.set_result(done.result())
+            outer.set_result(pickle.loads(pickle.dumps(done.result())))
 
 
 class Later:
@@ -118,7 +122,8 @@ def here(text: str, master: str = "") -> Iterator[tuple[Front, dict[str, Here]]]
         name: Here(lambda role=role, name=name: ROLES[role](config, name, master)) for name, role, _ in config.workers
     }
     posts = [Post(name=name, role=role, handle=handles[name]) for name, role, _ in config.workers]
-    front = Front(WithoutWeights.read(), posts, config.deadlines)
+    model = WithoutWeights.read(Path(config.model.path) if config.model.path else None)
+    front = Front(model, posts, config.deadlines)
     try:
         yield front, handles
     finally:

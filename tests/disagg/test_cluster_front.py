@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from clusters import PROMPTS, SECONDS, assert_nothing_held, here, right, run, until
+from models import tiny_folder
+from PIL import Image
 
 from rorqual.disagg.cluster.config import DeadlineSection
 from rorqual.disagg.cluster.front import Front
+from rorqual.engine.engine import Engine
+from rorqual.engine.images import read_images
 from rorqual.engine.params import Constraint, SamplingParams
 from rorqual.engine.text_model import WithoutWeights
 from rorqual.errors import CapacityError, InputError
+from rorqual.model.load import load
+from rorqual.model.vision.image import image_token_ids
 
 CONFIG = """
 [model]
@@ -54,6 +61,28 @@ def test_log_probabilities_of_a_prompt_are_computed_whole() -> None:
     with here(CONFIG) as (front, _):
         (output,) = run(front, front.submit(PROMPTS[0], params))
         assert output.prompt_logprobs == right(PROMPTS[0], params).prompt_logprobs
+
+
+def test_images_go_through_it() -> None:
+    """Two pictures of one size are not one prefix; the front encodes none."""
+    folder = tiny_folder()
+    pictures = [Image.new("RGB", (60, 50), colour) for colour in ("red", "blue")]
+    alone = Engine(load(folder, kernels="fast"), slots=2, replay="exact", speculative=False)
+    (one, _) = read_images(alone.model, pictures)
+    span = image_token_ids(one.grid, alone.model.config.image_token_id)
+    ids = torch.cat((torch.arange(20, 40), span, torch.arange(50, 57)))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with here(CONFIG.replace("[model]", f"[model]\npath = '{folder}'")) as (front, _):
+        for picture in pictures:
+            wanted = alone.output(alone.submit(ids, params, images=[picture]))
+            while not wanted.finished:
+                alone.step()
+            (output,) = run(front, front.submit(ids, params, images=[picture], speculative=False))
+            assert output.token_ids == wanted.token_ids
+            assert output.counts.handed == len(ids)
+        with pytest.raises(InputError, match="its 0 images need 0"):
+            front.submit(ids, params)
+        assert_nothing_held(front)
 
 
 def test_what_an_engine_refuses_is_refused_at_once() -> None:
