@@ -1,7 +1,7 @@
 """The disk tier of the store against bare pread and pwrite: `rorqual bench store`.
 
 Both write and read the same pages at the release's page size, on the same file system and in turn. The store also
-checks every page and commits its index every `BATCH` pages; nothing is synced, by either.
+checks every page and commits its index every `BATCH` pages. Neither syncs anything.
 """
 
 from __future__ import annotations

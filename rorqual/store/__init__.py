@@ -7,4 +7,5 @@ memory      `MemoryStore`: a dict with a bound
 writer      `WriteBehind`: a queue and a thread in front of a store, so that nobody waits for it
 disk        `DiskStore`: segments, an index, checks; with `catalogue` (what it knows), `segments` and `index` (its
             files), `folder` (whose they are, and the lock), `sizes` (its bounds), `checksum`, `clock`
+upkeep      a folder as a whole, for `rorqual store`
 """

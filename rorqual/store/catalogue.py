@@ -9,18 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rorqual.policies import TTL
 from rorqual.store.index import Row
 from rorqual.store.segments import Place
 
 MICRO = 1_000_000
-
-
-class Entry(NamedTuple):
-    place: Place
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +39,17 @@ class Catalogue:
     """
 
     def __init__(self, ttl: float | None = None) -> None:
-        self._entries: dict[bytes, Entry] = {}
+        self._rows: dict[bytes, Row] = {}  # `used` as it is in the index; the order knows the latest
         self._order = TTL[bytes](math.inf if ttl is None else ttl)
         self._in: defaultdict[int, set[bytes]] = defaultdict(set)
-        self._changed: dict[Place, bytes | None] = {}  # the key that is there now, None for none
+        self._changed: dict[Place, Row | None] = {}  # what is there now, None for nothing
         self._used: set[bytes] = set()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._rows)
 
     def __contains__(self, key: object, /) -> bool:
-        return key in self._entries
+        return key in self._rows
 
     @property
     def pending(self) -> int:
@@ -66,8 +60,8 @@ class Catalogue:
         """From the page unused for longest to the latest."""
         return list(self._order)
 
-    def find(self, key: bytes) -> Entry | None:
-        return self._entries.get(key)
+    def find(self, key: bytes) -> Row | None:
+        return self._rows.get(key)
 
     def live(self, segment: int) -> int:
         """Pages of a segment that are wanted."""
@@ -80,8 +74,8 @@ class Catalogue:
     def ends(self) -> dict[int, int]:
         """Of every segment that holds live pages: the position behind the last of them."""
         found: dict[int, int] = {}
-        for entry in self._entries.values():
-            number, position = entry.place
+        for row in self._rows.values():
+            number, position = row.place
             found[number] = max(found.get(number, 0), position + 1)
         return found
 
@@ -93,9 +87,8 @@ class Catalogue:
         return gone
 
     def add(self, key: bytes, place: Place, digest: bytes) -> None:
-        self._place(key, Entry(place, digest))
         self._order.insert(key)
-        self._changed[place] = key
+        self._place(Row(place, key, digest, self._last_use(key)))
 
     def use(self, key: bytes) -> None:
         self._order.touch(key)
@@ -108,10 +101,9 @@ class Catalogue:
 
     def move(self, key: bytes, place: Place) -> None:
         """The page is elsewhere now; not a use."""
-        entry = self._entries[key]
-        self._unplace(key, entry.place)
-        self._place(key, Entry(place, entry.digest))
-        self._changed[place] = key
+        row = self._rows[key]
+        self._unplace(row)
+        self._place(row._replace(place=place))
 
     def forget(self, key: bytes) -> None:
         self._order.remove(key)
@@ -130,11 +122,12 @@ class Catalogue:
         by_place = sorted(rows, key=lambda row: row.place, reverse=True)
         expired = 0
         for row in sorted(by_place, key=lambda row: min(row.used / MICRO, now)):
-            if row.key in self._entries:  # the index is damaged; one of the two is enough
+            if row.key in self._rows:  # the index is damaged; one of the two is enough
                 self._changed[row.place] = None
                 continue
             expired += len(self.expire(max(0.0, min(row.used / MICRO, now))))
-            self._place(row.key, Entry(row.place, row.digest))
+            self._rows[row.key] = row
+            self._in[row.place.segment].add(row.key)
             self._order.insert(row.key)
             if row.used / MICRO > now:
                 self._used.add(row.key)
@@ -146,13 +139,13 @@ class Catalogue:
 
     def mark_all(self) -> None:
         """The index begins anew: it has to be told everything."""
-        self._changed = {entry.place: key for key, entry in self._entries.items()}
+        self._changed = {row.place: row for row in self._rows.values()}
 
     def take(self) -> Changes:
         """What the index has to be told; counts as told unless it is given back."""
-        gone = [place for place, key in self._changed.items() if key is None]
-        self._used.update(key for key in self._changed.values() if key is not None)
-        rows = sorted(map(self._row, self._used))  # by place: the end of the index's B-tree, not all over it
+        gone = [place for place, row in self._changed.items() if row is None]
+        rows = [row for row in self._changed.values() if row is not None]
+        rows += [self._rows[key]._replace(used=self._last_use(key)) for key in self._used]
         self._changed, self._used = {}, set()
         return Changes(gone=gone, rows=rows)
 
@@ -161,26 +154,24 @@ class Catalogue:
         for place in changes.gone:
             self._changed.setdefault(place, None)
         for row in changes.rows:
-            entry = self._entries.get(row.key)
-            there = entry is not None and entry.place == row.place
-            self._changed.setdefault(row.place, row.key if there else None)
+            now = self._rows.get(row.key)
+            self._changed.setdefault(row.place, row if now is not None and now.place == row.place else None)
 
-    def _row(self, key: bytes) -> Row:
-        place, digest = self._entries[key]
-        return Row(place, key, digest, int(self._order.last_use(key) * MICRO))
+    def _last_use(self, key: bytes) -> int:
+        return int(self._order.last_use(key) * MICRO)
 
-    def _place(self, key: bytes, entry: Entry) -> None:
-        self._entries[key] = entry
-        self._in[entry.place.segment].add(key)
+    def _place(self, row: Row) -> None:
+        self._rows[row.key] = self._changed[row.place] = row
+        self._in[row.place.segment].add(row.key)
 
-    def _unplace(self, key: bytes, place: Place) -> None:
-        members = self._in[place.segment]
-        members.discard(key)
+    def _unplace(self, row: Row) -> None:
+        members = self._in[row.place.segment]
+        members.discard(row.key)
         if not members:
-            del self._in[place.segment]
-        self._changed[place] = None
+            del self._in[row.place.segment]
+        self._changed[row.place] = None
 
     def _drop(self, key: bytes) -> None:
         """Everything but the order, which has let go of it."""
-        self._unplace(key, self._entries.pop(key).place)
+        self._unplace(self._rows.pop(key))
         self._used.discard(key)

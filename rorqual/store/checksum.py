@@ -20,6 +20,7 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ def plain_hash(words: Words, last: int, columns: Words, whole: Words, out: Words
     out[:] = (whole * halves).sum(axis=1, dtype=_WORD)
 
 
+@cache
 def compiled_hash() -> Hash:
     """`plain_hash` as one loop over the page, compiled by Numba: a tenth of the time. Compiling takes seconds, once."""
     import numba

@@ -10,6 +10,7 @@ Memory: some 600 bytes a page, for its row, its segment and the order of use.
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from threading import Lock
 from rorqual.errors import InputError
 from rorqual.log import logger
 from rorqual.store import folder as folders
-from rorqual.store.catalogue import Catalogue, Entry
+from rorqual.store.catalogue import Catalogue
 from rorqual.store.checksum import PageCheck
 from rorqual.store.clock import Clock, steady_clock
 from rorqual.store.index import Row, is_damage, open_index
@@ -31,6 +32,8 @@ BATCH = 64
 """Changes at which the index is committed."""
 SPARSE = 0.25
 """The share of live pages below which a segment's pages are moved, so that it can go."""
+GRAIN_S = 1e-3
+"""How finely time is told to uses; their order is exact for as long as the store is open."""
 
 Progress = Callable[[int, int], None]
 
@@ -40,7 +43,7 @@ class DiskStore:
 
     Pages of other identities and formats in the same folder are named in a message and left alone. When room is needed,
     the pages unused for longest go; where a whole segment has to be freed, at most half of it is copied, its latest
-    pages, and the rest goes too. A full disk drops pages; it evicts none.
+    pages, and the rest goes too. A full disk drops what is put, and keeps what it has.
 
     Args:
         disk_bytes: that the segments may take; the index comes on top, some 0.2 % at the release's page size. None for
@@ -74,7 +77,7 @@ class DiskStore:
         self._writing, self._state = Lock(), Lock()
         self._puts = self._gets = self._hits = self._dropped = self._evicted = self._expired = self._damaged = 0
         self._told: set[str] = set()
-        self._closed = False
+        self._closed, self._seen = False, -math.inf
         self.path = folders.make(folder, identity)
         self._held = folders.lock(self.path)
         try:
@@ -109,21 +112,21 @@ class DiskStore:
     def get(self, key: bytes) -> bytes | None:
         with self._state:
             self._gets += 1
-            entry = self._find(key)
-            if entry is not None:
+            row = self._find(key)
+            if row is not None:
                 self._known.use(key)
                 self._hits += 1
-        while entry is not None:
-            page = self._read(key, entry)
+        while row is not None:
+            page = self._read(key, row)
             if page is not None:
                 return page
             with self._state:
                 # It may have been moved, and its old segment removed, between the look-up and the reading.
-                before, entry = entry, self._find(key)
-                if entry == before:
+                before, row = row, self._find(key)
+                if row == before:
                     self._lose(key)
-                    entry = None
-                self._hits -= entry is None
+                    row = None
+                self._hits -= row is None
         return None
 
     def match(self, keys: Sequence[bytes]) -> int:
@@ -185,10 +188,10 @@ class DiskStore:
             keys = self._known.keys()
         for done, key in enumerate(keys, 1):
             with self._state:
-                entry = self._find(key)
-            if entry is not None and self._read(key, entry) is None:
+                row = self._find(key)
+            if row is not None and self._read(key, row) is None:
                 with self._state:
-                    if self._find(key) == entry:
+                    if self._find(key) == row:
                         self._lose(key)
             if progress is not None:
                 progress(done, len(keys))
@@ -294,17 +297,17 @@ class DiskStore:
     def _move_out(self, victim: int, most: int) -> None:
         """Copy up to `most` of a segment's live pages, the latest first, to where pages are written now."""
         for key in self._known.latest(victim)[:most]:
-            entry = self._known.find(key)
-            if entry is None or (not self._segments.room and not self._begin()):
+            row = self._known.find(key)
+            if row is None or (not self._segments.room and not self._begin()):
                 continue
-            page, place = self._read(key, entry), None
+            page, place = self._read(key, row), None
             if page is not None:
                 try:
                     place = self._segments.append(page)
                 except OSError as error:
                     self._note(error)
             with self._state:
-                if self._known.find(key) != entry:
+                if self._known.find(key) != row:
                     continue
                 if page is None:
                     self._lose(key)
@@ -353,10 +356,10 @@ class DiskStore:
             return False
         return True
 
-    def _read(self, key: bytes, entry: Entry) -> bytes | None:
+    def _read(self, key: bytes, row: Row) -> bytes | None:
         """The page that belongs there, None where there are other bytes or none."""
-        page = self._segments.read(entry.place)
-        return page if page is not None and self._check(key, page) == entry.digest else None
+        page = self._segments.read(row.place)
+        return page if page is not None and self._check(key, page) == row.digest else None
 
     def _beyond(self, bound: int | None) -> bool:
         return bound is not None and self._segments.nbytes > bound
@@ -367,14 +370,17 @@ class DiskStore:
                 self._known.evict()
                 self._evicted += 1
 
-    def _find(self, key: bytes) -> Entry | None:
+    def _find(self, key: bytes) -> Row | None:
         """With `_state` held."""
         self._expire()
         return None if self._closed else self._known.find(key)
 
     def _expire(self) -> None:
         """With `_state` held."""
-        self._expired += len(self._known.expire(self._clock()))
+        now = self._clock()
+        if now - self._seen >= GRAIN_S:
+            self._seen = now
+            self._expired += len(self._known.expire(now))
 
     def _lose(self, key: bytes) -> None:
         """With `_state` held: the page is damaged."""

@@ -35,7 +35,7 @@ def sizes(page_bytes: int, disk_bytes: int | None) -> Sizes:
         InputError: not room for one page.
 
     >>> sizes(113_920, 10**9)
-    Sizes(slots=274, pages=7398, begin=905208320, most=1000000000)
+    Sizes(slots=274, pages=7672, begin=936422400, most=1000000000)
     """
     if disk_bytes is None:
         return Sizes(slots=_slots(SEGMENT_BYTES, page_bytes))
