@@ -54,8 +54,7 @@ def test_bytes_are_the_planners(mode: str, tokens: int) -> None:
         assert len(parcel.head) <= parcel.header.bound
 
 
-def test_draft_targets_and_candidates_of_the_encoder_cross_it_too() -> None:
-    """Configs unlike the release's: what the planner counts as carried."""
+def test_draft_targets_below_the_seam_are_as_wide_as_activations() -> None:
     config = presets.load("v4.1-flash").replace(dspark_target_layer_ids=(10, 19, 39))
     assert handover(KVLayout(config), 200, "streams", 4).carried == 2 * 128 * 5120 * 4
 
