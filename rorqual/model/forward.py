@@ -72,15 +72,16 @@ def forward(
         if any(s.end > s.start for s in steps):
             flow = enter(model, cache, steps, run)
             flow.x, flow.pre = body.run_layers(body.encoder, flow.x, flow.pre, flow.rows, flow.carry, run)
-        kept = cross(model, cache, steps, flow, run)
-        if kept is None:
-            advance_encoder(cache, steps)
-            return [SequenceOutput(first=s.end, end=s.end, logits=None, main_hidden=None) for s in steps]
-        kept.x, kept.pre = body.run_layers(body.decoder, kept.x, kept.pre, kept.rows, kept.carry, run)
+        kept, outputs = cross(model, cache, steps, flow, run), dict[int, SequenceOutput]()
+        for part in kept:
+            part.x, part.pre = body.run_layers(body.decoder, part.x, part.pre, part.rows, part.carry, run)
+            outputs |= finish(model, steps, part, run)
         # Not before: a source with a tail may be the decoder's first layer.
         advance_encoder(cache, steps)
-        advance_decoder(cache, kept.rows)
-        return finish(model, steps, kept, run)
+        for part in kept:
+            advance_decoder(cache, part.rows)
+        nothing = [SequenceOutput(first=s.end, end=s.end, logits=None, main_hidden=None) for s in steps]
+        return [outputs.get(i, nothing[i]) for i in range(len(steps))]
 
 
 def check_steps(model: Transformer, steps: Sequence[SequenceStep], cache: KVCache) -> None:
@@ -172,12 +173,14 @@ def ngram_rows(model: Transformer, cache: KVCache, step: SequenceStep, run: Run)
     return found
 
 
-def cross(
-    model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flow: Flow | None, run: Run
-) -> Flow | None:
-    """Narrow to the rows whose decoder runs now; the rest write global KV at the seam and wait in their slot."""
+def cross(model: Transformer, cache: KVCache, steps: Sequence[SequenceStep], flow: Flow | None, run: Run) -> list[Flow]:
+    """Narrow to the rows whose decoder runs now; the rest write global KV at the seam and wait in their slot.
+
+    In several parts where more than one sequence keeps more than SHORT_SEGMENT rows, as those do whose last chunks are
+    short: each is alone in its products, as it would be without the others (DESIGN 12).
+    """
     if flow is not None and not model.backbone.has_seam:
-        return flow
+        return [flow]
     whole = all(
         s.run_decoder and s.start >= s.decoder_floor and cache.slots.states[s.slot].pending is None for s in steps
     )
@@ -185,12 +188,14 @@ def cross(
         placed = [steps[i].decoder_floor for i in flow.order]
         segments = [replace(seg, window_floor=floor) for seg, floor in zip(flow.rows.segments, placed, strict=True)]
         rows = replace(flow.rows, segments=tuple(segments))
-        return Flow(flow.order, rows, flow.x, flow.pre, flow.carry)
+        return [Flow(flow.order, rows, flow.x, flow.pre, flow.carry)]
     kept = [] if flow is None else _narrow(model, cache, steps, flow, run)
     kept += _waiting(cache, steps)
-    if not kept:
-        return None
-    return _kept_flow(model, steps, [kept[i] for i in short_first([c.end - c.start for _, _, c in kept])])
+    lengths = [crossing.end - crossing.start for _, _, crossing in kept]
+    ordered = [kept[i] for i in short_first(lengths)]
+    together = sum(length <= SHORT_SEGMENT for length in lengths) + 1
+    parts = [ordered[:together], *([one] for one in ordered[together:])]
+    return [_kept_flow(model, steps, part) for part in parts if part]
 
 
 def _narrow(
@@ -282,8 +287,11 @@ def advance_decoder(cache: KVCache, rows: Rows) -> None:
         span.advance(seg.start, seg.end)
 
 
-def finish(model: Transformer, steps: Sequence[SequenceStep], kept: Flow, run: Run) -> list[SequenceOutput]:
-    """Collapse, norm and head of the wanted rows; hidden states of every kept row for the draft."""
+def finish(model: Transformer, steps: Sequence[SequenceStep], kept: Flow, run: Run) -> dict[int, SequenceOutput]:
+    """Collapse, norm and head of the wanted rows; hidden states of every kept row for the draft.
+
+    By index in `steps`.
+    """
     rows, main_hidden = kept.rows, None
     if model.draft is not None:
         main_hidden = torch.cat([kept.carry.hidden[t] for t in model.config.dspark_target_layer_ids], dim=1)
@@ -299,10 +307,7 @@ def finish(model: Transformer, steps: Sequence[SequenceStep], kept: Flow, run: R
             logits=own,
             main_hidden=None if main_hidden is None else main_hidden[seg.rows],
         )
-    return [
-        outputs.get(i, SequenceOutput(first=s.end, end=s.end, logits=None, main_hidden=None))
-        for i, s in enumerate(steps)
-    ]
+    return outputs
 
 
 def _wanted(step: SequenceStep, seg: Segment) -> slice:

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from engines import all_said, asked, engine_of
 from models import golden, random_ids, tiny
 
 from rorqual.cache.kv_cache import KVCache
+from rorqual.checkpoint.random import write_random
+from rorqual.config import presets
 from rorqual.engine.sequence import Prompt, Sequence
 from rorqual.model.forward import forward
+from rorqual.model.load import load
 from rorqual.model.step import SequenceStep
 from rorqual.model.transformer import Transformer
 
@@ -136,3 +140,19 @@ def test_decode_rows_beside_a_ced_chunk_that_waits(kernels: str) -> None:
     finished = forward(model, decoding.cache, [last])[0]
     expected = shared_cache(model, 1, 96)[0].prefill(Prompt(ids=other), mode="ced", chunk=20, logits_from=0)[-1]
     assert finished.first == 24 and torch.equal(finished.logits, expected.logits)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    """`tiny` with a window of more than 32 rows: what the decoder keeps of a prompt is a long segment."""
+    folder = tmp_path_factory.mktemp("wide") / "m"
+    write_random(presets.load("tiny").without("vision").replace(sliding_window=64), folder, seed=5)
+    return load(folder, kernels="fast", page_tokens=64)
+
+
+@pytest.mark.parametrize("lengths", [(116, 40), (68, 73), (106, 108, 99), (116, 60, 5)])
+def test_last_chunks_that_meet_share_nothing(wide: Transformer, lengths: tuple[int, ...]) -> None:
+    """Short in the encoder, they keep a window each for the decoder."""
+    prompts = [random_ids(length, seed=length) for length in lengths]
+    alone = [all_said(engine_of(wide, chunk_tokens=48, pages=16), [ids], asked(4))[0] for ids in prompts]
+    assert all_said(engine_of(wide, chunk_tokens=48, pages=16), prompts, asked(4)) == alone
