@@ -314,8 +314,8 @@ def test_rows_of_engram_tables_are_counted_as_they_are_read(monkeypatch: pytest.
         read += index.numel()
         return rows(self, index)
 
-    monkeypatch.setattr(EngramTable, "rows", counted)
     engine = engine_of(model, chunk_tokens=32, speculative=True)
+    monkeypatch.setattr(EngramTable, "rows", counted)  # the model's fingerprint has looked at some too
     all_said(engine, prompts((90, 17, 3)), asked())
     counts = engine.stats().counts
     assert counts.engram_rows == read > 0

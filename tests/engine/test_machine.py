@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_stores import Unreliable, in_turns
 from engines import Forced, Said, asked, assert_clean, engine_of, run, said
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from models import random_ids
-from stores import Unreliable, in_turns
 from torch import Tensor
 
 from rorqual.checkpoint.random import write_random

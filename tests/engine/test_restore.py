@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_stores import DictStore, Gate, over
 from engines import Forced, all_said, asked, assert_clean, engine_of, run, said
 from models import PAGE, golden, random_ids, tiny
 from PIL import Image
-from stores import DictStore, Gate, over
 from torch import Tensor
 
 from rorqual.checkpoint.random import write_random

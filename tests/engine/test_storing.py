@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from engine_stores import DictStore
 from models import golden, random_ids, tiny
-from stores import DictStore
 
 from rorqual.engine.generate import generate
 from rorqual.engine.identity import store_identity

@@ -18,7 +18,7 @@ from mooncake_here import needs_mooncake
 from stopping import stop
 
 from rorqual.errors import InputError
-from rorqual.store.checksum import CHECK_BYTES
+from rorqual.store.checksum import CHECK_BYTES, page_check
 from rorqual.store.interface import StoreIdentity
 from rorqual.store.local_pool import LocalPool
 from rorqual.store.remote import RemoteOptions, RemoteStore
@@ -123,7 +123,7 @@ def test_another_identity_sees_nothing(change: dict[str, object], store: RemoteS
 
 
 def blob_of(store: RemoteStore, seed: int) -> bytes:
-    return page(seed) + store._check(store._name(key(seed)).encode(), page(seed))
+    return page(seed) + page_check(store._name(key(seed)).encode(), page(seed))
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

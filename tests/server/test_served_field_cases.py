@@ -24,16 +24,16 @@ CASES: dict[int, str] = {
         test_a_call_that_no_client_can_answer_is_not_told test_an_answer_that_its_budget_cuts_says_so""",
     42: """server/test_bodies test_a_call_without_arguments_is_history test_arguments_as_an_object_are_those_as_a_text
         test_arguments_that_are_no_object_are_refused test_tool_choice_none_shows_no_tools
-        server/test_field_cases test_earlier_calls_are_history_in_every_api""",
+        server/test_served_field_cases test_earlier_calls_are_history_in_every_api""",
     43: """server/test_bodies test_an_effort_is_a_number_in_the_prompt
         test_a_request_that_thinks_without_saying_how_much_thinks_as_the_release
-        server/test_field_cases test_an_effort_of_messages_is_a_number_in_the_prompt""",
+        server/test_served_field_cases test_an_effort_of_messages_is_a_number_in_the_prompt""",
     44: "server/test_bodies test_spellings_in_a_users_text_are_plain_text",
     45: """server/test_images_served test_a_shape_costs_the_tokens_of_its_grid
         test_what_is_too_long_and_thin_is_refused_by_its_size test_images_cost_tokens_by_their_size
         test_a_grey_is_the_same_grey_in_every_pixel_format test_an_animation_is_refused_whichever_frame_was_meant
         test_damaged_files_are_refused_wherever_they_are_cut test_what_is_no_image_here_is_refused""",
-    46: "server/test_field_cases test_an_image_for_a_text_model_is_refused_in_every_api",
+    46: "server/test_served_field_cases test_an_image_for_a_text_model_is_refused_in_every_api",
     47: """server/test_cut_streams test_a_stop_text_never_shows_its_beginning
         server/test_text_completions test_no_token_of_a_stop_text_is_told""",
     48: "server/test_cut_streams test_no_delta_holds_half_a_character",
@@ -43,14 +43,14 @@ CASES: dict[int, str] = {
     50: """server/test_clients test_seeds_repeat_and_completions_differ
         server/test_load test_many_streams_say_what_the_engine_says_alone""",
     51: """server/test_refusals test_the_table_of_limits
-        server/test_field_cases test_what_does_not_fit_is_told_before_the_stream_opens""",
+        server/test_served_field_cases test_what_does_not_fit_is_told_before_the_stream_opens""",
     52: """server/test_load test_tenants_and_salts_never_share_a_page test_a_tenant_cannot_spell_another_one
         server/test_cut_streams test_no_logprob_breaks_the_json""",
     53: """server/test_bounds test_usage_comes_once_at_the_end_of_a_chat
         server/test_clients test_a_stream_ends_with_done
         server/test_refusals test_what_we_do_not_know_is_told_and_passed_over
         test_what_we_know_and_do_not_do_is_refused_by_name
-        server/test_field_cases test_the_last_chunk_tells_what_was_found_in_the_cache""",
+        server/test_served_field_cases test_the_last_chunk_tells_what_was_found_in_the_cache""",
 }
 """Case -> files and the tests in them."""
 
