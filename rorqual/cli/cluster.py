@@ -72,7 +72,7 @@ def down_command(config: Config) -> None:
     own = find(name)
     if own is None:
         raise InputError(f"cluster: none called {name!r} runs here")
-    os.kill(own.pid, signal.SIGINT)
+    os.kill(own.pid, signal.SIGTERM)  # a shell's background jobs do not hear SIGINT
     end = time.monotonic() + ANSWER_SECONDS
     while own.alive and time.monotonic() < end:
         time.sleep(0.05)
