@@ -157,6 +157,7 @@ def test_kept_documents_are_whole_runs_that_name_their_command() -> None:
     kept = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.json"))
     bench = (
         "context",
+        "context-memory",
         "context-prefill",
         "engine",
         "engine-mid",
@@ -166,6 +167,7 @@ def test_kept_documents_are_whole_runs_that_name_their_command() -> None:
         "model-real-pair",
         "model-shipped",
         "plan",
+        "store",
     )
     assert sorted(path.stem for path in kept) == list(bench)
     for path in kept:
