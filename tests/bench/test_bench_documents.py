@@ -161,6 +161,7 @@ def test_kept_documents_are_whole_runs_that_name_their_command() -> None:
         "context-prefill",
         "engine",
         "engine-mid",
+        "engine-mid-memory",
         "kernels",
         "memory",
         "model",
