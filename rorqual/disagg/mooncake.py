@@ -29,7 +29,7 @@ from typing import Any
 
 from rorqual.disagg.arena import Arena
 from rorqual.disagg.parcel import Parcel
-from rorqual.disagg.transport import CREDIT_PARCELS, Settled, Ticket
+from rorqual.disagg.transport import CREDIT_PARCELS, Settled, Ticket, check_credit
 from rorqual.errors import HandoverError, InputError
 from rorqual.log import logger
 from rorqual.store import mooncake
@@ -101,9 +101,7 @@ class MooncakeTransport:
         credit_parcels: int = CREDIT_PARCELS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("credit_bytes", credit_bytes), ("credit_parcels", credit_parcels)):
-            if value < 1:
-                raise InputError(f"{name}: {value} is not legal; legal: at least 1")
+        check_credit(credit_bytes, credit_parcels)
         mooncake.check_protocol(protocol, devices)
         self.credit_bytes, self.credit_parcels = credit_bytes, credit_parcels
         self._engine = mooncake.engine_module().TransferEngine()

@@ -22,7 +22,7 @@ from rorqual.disagg.prefill import HOLD_S, MODE, Offer, PrefillWorker
 from rorqual.disagg.transport import InProcess, Ticket, Transport
 from rorqual.engine.engine import SLOTS, Engine
 from rorqual.engine.images import ImageSource, read_images
-from rorqual.engine.llm import Prompts, as_prompts
+from rorqual.engine.llm import Prompts, as_asked
 from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
@@ -209,15 +209,9 @@ class Split:
         **options: Any,
     ) -> list[RequestOutput]:
         """The outputs of one or more prompts, in their order; arguments as of `LLM.generate`."""
-        given = as_prompts(prompts)
-        each = [params] * len(given) if params is None or isinstance(params, SamplingParams) else list(params)
-        pictures: list[Sequence[ImageSource]] = [()] * len(given) if images is None else list(images)
-        for what, found in (("params", each), ("images", pictures)):
-            if len(found) != len(given):
-                raise InputError(f"{what}: {len(found)} for {len(given)} prompts; legal: one for each, or none")
-        names: list[str] = []
+        asked, names = as_asked(prompts, params, images), list[str]()
         try:
-            for prompt, own, shown in zip(given, each, pictures, strict=True):
+            for prompt, own, shown in asked:
                 names.append(self.submit(prompt, own, images=shown, **options))
             while any(name in self for name in names):
                 self.step()

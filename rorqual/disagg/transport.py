@@ -88,6 +88,13 @@ class _Offer:
     until: float
 
 
+def check_credit(credit_bytes: int, credit_parcels: int) -> None:
+    """Raises InputError where there is none."""
+    for name, value in (("credit_bytes", credit_bytes), ("credit_parcels", credit_parcels)):
+        if value < 1:
+            raise InputError(f"{name}: {value} is not legal; legal: at least 1")
+
+
 class InProcess:
     """Both ends within one process.
 
@@ -106,9 +113,7 @@ class InProcess:
         credit_parcels: int = CREDIT_PARCELS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("credit_bytes", credit_bytes), ("credit_parcels", credit_parcels)):
-            if value < 1:
-                raise InputError(f"{name}: {value} is not legal; legal: at least 1")
+        check_credit(credit_bytes, credit_parcels)
         self.credit_bytes, self.credit_parcels = credit_bytes, credit_parcels
         self._clock = clock
         self._lock = threading.Lock()

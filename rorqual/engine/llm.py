@@ -150,15 +150,9 @@ class LLM:
         images: Sequence[Sequence[ImageSource]] | None,
         options: dict[str, Any],
     ) -> list[str]:
-        given = as_prompts(prompts)
-        each = [params] * len(given) if params is None or isinstance(params, SamplingParams) else list(params)
-        pictures: list[Sequence[ImageSource]] = [()] * len(given) if images is None else list(images)
-        for name, found in (("params", each), ("images", pictures)):
-            if len(found) != len(given):
-                raise InputError(f"{name}: {len(found)} for {len(given)} prompts; legal: one for each, or none")
-        names: list[str] = []
+        asked, names = as_asked(prompts, params, images), list[str]()
         try:
-            for prompt, own, shown in zip(given, each, pictures, strict=True):
+            for prompt, own, shown in asked:
                 names.append(self.engine.submit(prompt, own, images=shown, **options))
         except BaseException:
             self._abort(names)
@@ -169,6 +163,21 @@ class LLM:
         for name in names:
             if name in self.engine:
                 self.engine.abort(name)
+
+
+def as_asked(
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    images: Sequence[Sequence[ImageSource]] | None,
+) -> list[tuple[PromptInput, SamplingParams | None, Sequence[ImageSource]]]:
+    """Each prompt with its parameters and its images. Raises InputError where their numbers differ."""
+    given = as_prompts(prompts)
+    each = [params] * len(given) if params is None or isinstance(params, SamplingParams) else list(params)
+    pictures: list[Sequence[ImageSource]] = [()] * len(given) if images is None else list(images)
+    for name, found in (("params", each), ("images", pictures)):
+        if len(found) != len(given):
+            raise InputError(f"{name}: {len(found)} for {len(given)} prompts; legal: one for each, or none")
+    return list(zip(given, each, pictures, strict=True))
 
 
 def as_prompts(prompts: Prompts) -> list[PromptInput]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_REUSED = 1 << 30
@@ -14,7 +12,27 @@ _EVERYTHING = 2**31 - 1
 STEP_BYTES = 256 << 20
 """Freed memory that an inference process keeps at the end of its heap: temporaries of a long chunk."""
 SLACK_BYTES = 16 << 20
-"""Growth of a process over several chunks, after which its holes are handed back."""
+"""Growth of the holes over several chunks, after which they are handed back."""
+
+
+class _HeapFigures(ctypes.Structure):
+    """glibc's `struct mallinfo2`; of these, `fordblks` are the free bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
 
 
 def keep_freed_memory(most: int = _EVERYTHING) -> bool:
@@ -39,9 +57,9 @@ class HeapBound:
     """Keeps the holes in the heap from growing with a prompt.
 
     Temporaries of tiles at the end of a context have another size in every chunk. Freed between blocks that stay, they
-    leave holes that the next ones do not fit: some 3 KB a token of them, which nobody uses. `check` hands all that is
-    free back when the process has grown by `slack` since the last time; what a step needs is then touched anew, so not
-    after every chunk.
+    leave holes that the next ones do not fit: some 3 KB a token of them in `full` mode, which nobody uses. `check`
+    hands all that is free back when there is more of it, by `slack`, than after the last time. glibc from 2.33 on tells
+    how much there is; elsewhere nothing is done.
     """
 
     def __init__(self, slack: int = SLACK_BYTES) -> None:
@@ -49,12 +67,15 @@ class HeapBound:
         self._least: int | None = None
         library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
         self._trim = getattr(library, "malloc_trim", None)
+        self._figures = getattr(library, "mallinfo2", None)
+        if self._figures is not None:
+            self._figures.restype = _HeapFigures
 
     def check(self) -> bool:
         """Between two long chunks; whether memory was handed back."""
-        if self._trim is None:
+        if self._trim is None or self._figures is None:
             return False
-        now = _own_bytes()
+        now = int(self._figures().fordblks)
         if self._least is None or now < self._least:
             self._least = now
         if now - self._least < self.slack:
@@ -62,9 +83,3 @@ class HeapBound:
         # What the next chunk leaves behind is what later ones are compared with.
         self._least = None
         return bool(self._trim(0))
-
-
-def _own_bytes() -> int:
-    """Memory of this process that no file backs."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -44,7 +44,15 @@ def test_it_is_the_joint_run(name: str, mode: str, speculative: bool) -> None:
     assert_both_clean(split)
 
 
-@pytest.mark.parametrize(("mode", "speculative"), [("streams", True), ("rings", False)])
+@pytest.mark.parametrize(
+    ("mode", "speculative"),
+    [
+        ("streams", True),
+        ("rings", False),
+        pytest.param("streams", False, marks=pytest.mark.full),
+        pytest.param("rings", True, marks=pytest.mark.full),
+    ],
+)
 def test_it_is_the_joint_run_of_the_shipped_model(mode: str, speculative: bool) -> None:
     """A window of 128 tokens: a row less, the window itself, a row more."""
     model, options = demo(), {"chunk_tokens": 512, "pages": 32, "speculative": speculative}

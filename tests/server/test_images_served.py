@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from dialogue import conversations
 from PIL import Image
@@ -73,6 +75,38 @@ def usage(server: Served, *images: Image.Image) -> Any:
     answer = asked(server, *(url_of(encoded(image)) for image in images))
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]
+
+
+def test_the_official_clients_send_images(sees: Served) -> None:
+    """Each in its own protocol, streamed too; the same picture costs the same everywhere."""
+    picture = encoded(flat(100, 80))
+    data, body = base64.b64encode(picture).decode(), body_of(url_of(picture))
+    text = {"type": "text", "text": "What is it?"}
+    own = openai.OpenAI(base_url=f"{sees.url}/v1", api_key="any", max_retries=0)
+    answer = own.chat.completions.create(**body)
+    chunks = list(own.chat.completions.create(**body, stream=True))
+    said = answer.choices[0].message.content or ""
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == said
+    shown: Any = [{"type": "input_image", "image_url": url_of(picture)}, {"type": "input_text", "text": "What is it?"}]
+    response = own.responses.create(
+        model="rorqual", input=[{"role": "user", "content": shown}], max_output_tokens=2, temperature=0
+    )
+    source: Any = {"type": "base64", "media_type": "image/png", "data": data}
+    message = anthropic.Anthropic(base_url=sees.url, api_key="any", max_retries=0).messages.create(
+        model="rorqual",
+        max_tokens=2,
+        messages=[{"role": "user", "content": [{"type": "image", "source": source}, text]}],  # type: ignore[list-item]
+    )
+    assert answer.usage is not None and response.usage is not None
+    cost = answer.usage.prompt_tokens
+    without = own.chat.completions.create(
+        model="rorqual", messages=[{"role": "user", "content": "What is it?"}], max_tokens=2
+    )
+    assert without.usage is not None and cost > without.usage.prompt_tokens
+    cached = message.usage.cache_read_input_tokens or 0
+    assert response.usage.input_tokens == cost
+    assert message.usage.input_tokens + cached == cost
+    sees.assert_clean()
 
 
 def test_images_cost_tokens_by_their_size(sees: Served) -> None:
