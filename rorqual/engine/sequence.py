@@ -149,7 +149,7 @@ class Sequence:
             (output,) = self._run(step, tap)
             heap.check()
             passed = logits_from is None and last <= end - window
-            outputs.append(replace(output, main_hidden=None) if passed else output)
+            outputs.append(replace(output, logits=None, main_hidden=None) if passed else output)
         return outputs
 
     def append(

@@ -183,14 +183,16 @@ class Query:
             best.add(scores, g)
             if want_blocks:
                 blocks.add(self._block_scores(scores, g, self.visible[rows]), g // ix.block)
+            del scores  # not beside the next tile's
         return best.index(), blocks.index()
 
     def _block_scores(self, scores_nG: Tensor, first: int, visible_n: Tensor) -> Tensor:
         """Best visible group of every block; +inf for the block of the newest visible group."""
-        block = self.indexer.block
-        short = -scores_nG.shape[1] % block
-        scores = torch.nn.functional.pad(scores_nG, (0, short), value=float("-inf"))
-        best = scores.view(scores.shape[0], -1, block).amax(-1)
+        block, groups = self.indexer.block, scores_nG.shape[1]
+        whole = groups - groups % block
+        best = scores_nG[:, :whole].unflatten(1, (-1, block)).amax(-1)
+        if whole < groups:
+            best = torch.cat((best, scores_nG[:, whole:].amax(-1, keepdim=True)), 1)
         newest = torch.div(visible_n - 1, block, rounding_mode="floor") - first // block
         pinned = (visible_n > 0) & (newest >= 0) & (newest < best.shape[1])
         columns = torch.arange(best.shape[1], device=best.device)
@@ -253,21 +255,18 @@ class Running:
 
     def add(self, scores_nG: Tensor, first: int) -> None:
         width, held = scores_nG.shape[1], self.value.shape[1]
-        if held and width < WIDE * self.k:
-            value, at = scores_nG, self._columns(scores_nG, first)
-        else:
+        value, at = scores_nG, None
+        if not held or width >= WIDE * self.k:
             value, at = self._best(scores_nG)
-            at = torch.where(at < 0, at, at + first)
         if held:
-            both = torch.cat((self.at, at), 1)
             value, chosen = self._best(torch.cat((self.value, value), 1))
-            at = both.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, -1)
+            kept, new = chosen.clamp(0, held - 1), (chosen - held).clamp_min_(0)
+            at = torch.where(chosen < held, self.at.gather(1, kept), (new if at is None else at.gather(1, new)) + first)
+            at.masked_fill_(chosen < 0, -1)
+        else:
+            assert at is not None
+            at = torch.where(at < 0, at, at + first)
         self.value, self.at = value, at
-
-    @staticmethod
-    def _columns(scores_nG: Tensor, first: int) -> Tensor:
-        columns = torch.arange(first, first + scores_nG.shape[1], device=scores_nG.device)
-        return columns.expand(scores_nG.shape[0], -1)
 
     def _best(self, scores_nG: Tensor) -> tuple[Tensor, Tensor]:
         """(scores, indices) of the k best, -inf and -1 where there are fewer."""

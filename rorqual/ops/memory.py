@@ -11,28 +11,8 @@ _EVERYTHING = 2**31 - 1
 
 STEP_BYTES = 256 << 20
 """Freed memory that an inference process keeps at the end of its heap: temporaries of a long chunk."""
-SLACK_BYTES = 16 << 20
-"""Growth of the holes over several chunks, after which they are handed back."""
-
-
-class _HeapFigures(ctypes.Structure):
-    """glibc's `struct mallinfo2`; of these, `fordblks` are the free bytes."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
+TRIM_CHUNKS = 8
+"""Long chunks after which the holes in the heap are handed back; one that must touch them anew is 3 to 5 % slower."""
 
 
 def keep_freed_memory(most: int = _EVERYTHING) -> bool:
@@ -56,30 +36,19 @@ def keep_freed_memory(most: int = _EVERYTHING) -> bool:
 class HeapBound:
     """Keeps the holes in the heap from growing with a prompt.
 
-    Temporaries of tiles at the end of a context have another size in every chunk. Freed between blocks that stay, they
-    leave holes that the next ones do not fit: some 3 KB a token of them in `full` mode, which nobody uses. `check`
-    hands all that is free back when there is more of it, by `slack`, than after the last time. glibc from 2.33 on tells
-    how much there is; elsewhere nothing is done.
+    What a chunk needs does not grow, but where the C library puts it does: a few small blocks that live longer than the
+    large ones around them are enough that a large one finds no hole and is put at the end. So all that is free is
+    handed back after every few chunks.
     """
 
-    def __init__(self, slack: int = SLACK_BYTES) -> None:
-        self.slack = slack
-        self._least: int | None = None
+    def __init__(self) -> None:
         library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
         self._trim = getattr(library, "malloc_trim", None)
-        self._figures = getattr(library, "mallinfo2", None)
-        if self._figures is not None:
-            self._figures.restype = _HeapFigures
+        self._chunks = 0
 
     def check(self) -> bool:
-        """Between two long chunks; whether memory was handed back."""
-        if self._trim is None or self._figures is None:
+        """Between two long chunks; whether memory was handed back. Does nothing where the C library is not glibc."""
+        self._chunks += 1
+        if self._trim is None or self._chunks % TRIM_CHUNKS:
             return False
-        now = int(self._figures().fordblks)
-        if self._least is None or now < self._least:
-            self._least = now
-        if now - self._least < self.slack:
-            return False
-        # What the next chunk leaves behind is what later ones are compared with.
-        self._least = None
         return bool(self._trim(0))

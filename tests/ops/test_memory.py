@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from rorqual.ops.memory import HeapBound
+from rorqual.ops.memory import TRIM_CHUNKS, HeapBound
 
 REUSE = """
 import resource, torch
@@ -47,14 +46,14 @@ def test_freed_memory_is_reused() -> None:
 HOLE = """
 import numpy as np
 from pathlib import Path
-from rorqual.ops.memory import HeapBound, keep_freed_memory
+from rorqual.ops.memory import TRIM_CHUNKS, HeapBound, keep_freed_memory
 assert keep_freed_memory()
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-heap = HeapBound(16 << 20)
-assert not heap.check()
+heap = HeapBound()
+assert not any(heap.check() for _ in range(TRIM_CHUNKS - 1))
 block = np.full(64 << 20, 1, np.uint8)
 pin = np.full(1 << 20, 1, np.uint8)
 del block
@@ -72,15 +71,15 @@ def test_a_hole_between_blocks_that_stay_is_handed_back() -> None:
     assert int(done.stdout) >= 48 << 20
 
 
-def test_memory_is_handed_back_when_holes_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap, sizes, trims = HeapBound(slack=10), iter([100, 90, 99, 100, 60, 69, 70, 61]), []
-    monkeypatch.setattr(heap, "_figures", lambda: SimpleNamespace(fordblks=next(sizes)))
+def test_memory_is_handed_back_after_every_few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap, trims = HeapBound(), []
     monkeypatch.setattr(heap, "_trim", lambda pad: trims.append(pad) or 1)
-    # Grown from 90 to 100; after that 60 is what is left, and 70 is too much again.
-    assert [heap.check() for _ in range(8)] == [False, False, False, True, False, False, True, False]
+    handed_back = [heap.check() for _ in range(2 * TRIM_CHUNKS + 1)]
+    assert [i for i, done in enumerate(handed_back, 1) if done] == [TRIM_CHUNKS, 2 * TRIM_CHUNKS]
     assert trims == [0, 0]
 
 
 def test_without_such_a_library_nothing_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not HeapBound(slack=0).check()
+    heap = HeapBound()
+    assert not any(heap.check() for _ in range(2 * TRIM_CHUNKS))
