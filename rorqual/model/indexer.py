@@ -190,7 +190,7 @@ class Query:
         """Best visible group of every block; +inf for the block of the newest visible group."""
         block, groups = self.indexer.block, scores_nG.shape[1]
         whole = groups - groups % block
-        best = scores_nG[:, :whole].unflatten(1, (-1, block)).amax(-1)
+        best = torch.unflatten(scores_nG[:, :whole], 1, (-1, block)).amax(-1)
         if whole < groups:
             best = torch.cat((best, scores_nG[:, whole:].amax(-1, keepdim=True)), 1)
         newest = torch.div(visible_n - 1, block, rounding_mode="floor") - first // block
