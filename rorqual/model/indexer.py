@@ -254,19 +254,18 @@ class Running:
         self.at = torch.full((rows, 0), -1, dtype=torch.int64, device=device)
 
     def add(self, scores_nG: Tensor, first: int) -> None:
-        width, held = scores_nG.shape[1], self.value.shape[1]
-        value, at = scores_nG, None
-        if not held or width >= WIDE * self.k:
-            value, at = self._best(scores_nG)
-        if held:
-            value, chosen = self._best(torch.cat((self.value, value), 1))
-            kept, new = chosen.clamp(0, held - 1), (chosen - held).clamp_min_(0)
-            at = torch.where(chosen < held, self.at.gather(1, kept), (new if at is None else at.gather(1, new)) + first)
-            at.masked_fill_(chosen < 0, -1)
-        else:
-            assert at is not None
-            at = torch.where(at < 0, at, at + first)
-        self.value, self.at = value, at
+        held = self.value.shape[1]
+        if not held:
+            self.value, at = self._best(scores_nG)
+            self.at = torch.where(at < 0, at, at + first)
+            return
+        wide = scores_nG.shape[1] >= WIDE * self.k
+        value, at = self._best(scores_nG) if wide else (scores_nG, None)
+        self.value, chosen = self._best(torch.cat((self.value, value), 1))
+        new = (chosen - held).clamp_min_(0)
+        new = new if at is None else at.gather(1, new)
+        kept = self.at.gather(1, chosen.clamp(0, held - 1))
+        self.at = torch.where(chosen < held, kept, new + first).masked_fill_(chosen < 0, -1)
 
     def _best(self, scores_nG: Tensor) -> tuple[Tensor, Tensor]:
         """(scores, indices) of the k best, -inf and -1 where there are fewer."""
