@@ -256,8 +256,8 @@ class Running:
     def add(self, scores_nG: Tensor, first: int) -> None:
         held = self.value.shape[1]
         if not held:
-            self.value, at = self._best(scores_nG)
-            self.at = torch.where(at < 0, at, at + first)
+            self.value, chosen = self._best(scores_nG)
+            self.at = torch.where(chosen < 0, chosen, chosen + first)
             return
         wide = scores_nG.shape[1] >= WIDE * self.k
         value, at = self._best(scores_nG) if wide else (scores_nG, None)
