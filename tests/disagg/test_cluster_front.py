@@ -73,6 +73,8 @@ def test_images_go_through_it() -> None:
     ids = torch.cat((torch.arange(20, 40), span, torch.arange(50, 57)))
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with here(CONFIG.replace("[model]", f"[model]\npath = '{folder}'")) as (front, _):
+        # While no prefill worker has answered, a decode worker computes the prompt.
+        until(front, lambda: all(post.up for post in front.posts))
         for picture in pictures:
             wanted = alone.output(alone.submit(ids, params, images=[picture]))
             while not wanted.finished:

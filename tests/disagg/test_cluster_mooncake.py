@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from clusters import SECONDS, assert_nothing_held, here, right, run
+from clusters import SECONDS, assert_nothing_held, here, right, run, until
 from mooncake_here import needs_mooncake
 
 from rorqual.checkpoint.shipped import passage
@@ -33,6 +33,8 @@ def test_parcels_and_pages_by_mooncake() -> None:
     params = SamplingParams(max_tokens=12)
     first, second = passage()[:1500], passage()[:1500] + " And then"
     with LocalPool(64 << 20) as pool, here(CONFIG, pool.master) as (front, handles):
+        # While no prefill worker has answered, a decode worker computes the prompt.
+        until(front, lambda: all(post.up for post in front.posts))
         (output,) = run(front, front.submit(first, params))
         assert output.text == right(first, params).text
         assert output.counts.handed == output.counts.prompt
