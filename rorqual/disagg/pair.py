@@ -23,7 +23,7 @@ from rorqual.disagg.transport import InProcess, Ticket, Transport
 from rorqual.engine.engine import SLOTS, Engine
 from rorqual.engine.images import ImageSource, read_images
 from rorqual.engine.llm import Prompts, as_asked
-from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times
+from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, compact
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput
 from rorqual.engine.sequence import PREFILL_MODES, check_choice
@@ -274,7 +274,7 @@ class Split:
         ]
         times = Times(arrived=self._clock())
         self._outputs[name] = RequestOutput(
-            request=name, prompt_token_ids=[], completions=ended, counts=Counts(), times=times
+            request=name, prompt_ids=compact(()), completions=ended, counts=Counts(), times=times
         )
         return [
             Delta(request=name, index=one.index, text="", token_ids=(), finish_reason="error", stopped_by=str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,7 +10,7 @@ from rorqual.engine.grammar import Grammars, Matcher
 from rorqual.engine.handed import Handed
 from rorqual.engine.identity import fingerprint
 from rorqual.engine.images import ImageSource
-from rorqual.engine.output import Counts, RequestOutput, Times
+from rorqual.engine.output import Counts, RequestOutput, Times, compact
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput, read_prompt
 from rorqual.engine.request import Live, Request
@@ -18,7 +19,7 @@ from rorqual.engine.text import Detokenizer
 from rorqual.engine.tokens import Tokens
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
-from rorqual.pool.prefix import PrefixChain, root_key
+from rorqual.pool.prefix import ID_TYPE, PrefixChain, root_key
 
 
 class Intake:
@@ -60,7 +61,7 @@ class Intake:
         """
         check_ids(params, self.model.config.vocab_size)
         made, images_at, features = read_prompt(self.model, prompt, images, lazy=handed is not None)
-        ids = made.ids.tolist()
+        ids = array(ID_TYPE, made.ids.numpy().tobytes())
         self._check_handed(handed, len(ids), params)
         chain = PrefixChain(root_key(self.fingerprint, self.page_tokens, salt), self.page_tokens, images_at)
         chain.extend(ids)
@@ -95,7 +96,7 @@ class Intake:
             raise InputError("fork: n and prompt_logprobs are not legal; legal: one completion")
         check_ids(params, self.model.config.vocab_size)
         request, tokens = parent.request, parent.tokens.fork()
-        ids = [*request.output.prompt_token_ids, *parent.completion.token_ids]
+        ids = compact([*request.output.prompt_ids, *parent.completion.token_ids])
         own = Request(
             id=name,
             params=params,
@@ -120,14 +121,13 @@ class Intake:
         return self._grammars.matcher(params.constraint)
 
     def _live(self, own: Request, tokens: Tokens, matcher: Matcher | None, index: int) -> None:
-        ids = own.output.prompt_token_ids
-        sampler = Sampler(own.params, prompt=ids, ends=own.ends, matcher=matcher, index=index)
+        sampler = Sampler(own.params, prompt=own.output.prompt_ids, ends=own.ends, matcher=matcher, index=index)
         Live(own, f"{own.id}/{index}", tokens, sampler, partial(Detokenizer, self.model.tokenizer, self._alone))
 
-    def _output(self, name: str, ids: list[int], logprobs: bool) -> RequestOutput:
+    def _output(self, name: str, ids: array[int], logprobs: bool) -> RequestOutput:
         return RequestOutput(
             request=name,
-            prompt_token_ids=ids,
+            prompt_ids=ids,
             completions=[],
             counts=Counts(prompt=len(ids)),
             times=Times(arrived=self._clock()),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+
+from rorqual.pool.prefix import ID_TYPE
 
 FINISHED = ("stop", "length", "abort", "error")
 """Why a completion ended: eos, a stop token or a stop text; its budget; the caller; a fault, told in `stopped_by`."""
@@ -120,16 +124,32 @@ class Times:
         return (self.last_token - self.first_token) / (new - 1)
 
 
+def compact(ids: Iterable[int]) -> array[int]:
+    """A prompt's ids in 8 bytes each; a list of Python's integers takes 40, which a long prompt would feel.
+
+    >>> compact([3, 4]).tolist()
+    [3, 4]
+    """
+    return array(ID_TYPE, ids)
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request, finished or as far as it is. `text`, `token_ids` and the like are its first completion's."""
+    """A request, finished or as far as it is. `text`, `token_ids` and the like are its first completion's.
+
+    prompt_ids: of `compact`; `prompt_token_ids` is the list of them, made anew each time.
+    """
 
     request: str
-    prompt_token_ids: list[int]
+    prompt_ids: array[int]
     completions: list[Completion]
     counts: Counts
     times: Times
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt_ids.tolist()
 
     @property
     def finished(self) -> bool:

@@ -167,7 +167,7 @@ class Stepper:
         if found is None or top is None or logits is None:
             return
         first = result.plan.end - len(logits)
-        ids = request.output.prompt_token_ids[first + 1 : result.plan.end + 1]
+        ids = request.output.prompt_ids[first + 1 : result.plan.end + 1].tolist()
         if ids:
             found[first + 1 : first + 1 + len(ids)] = token_logprobs(logits, ids, top)
 

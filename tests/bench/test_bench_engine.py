@@ -25,7 +25,7 @@ from rorqual.cli import bench_engine, main
 from rorqual.cli.bench import show, spelled
 from rorqual.config import ModelConfig, presets
 from rorqual.engine.engine import Engine
-from rorqual.engine.output import Completion, Counts, RequestOutput, Times
+from rorqual.engine.output import Completion, Counts, RequestOutput, Times, compact
 from rorqual.engine.stats import StepRecord
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
@@ -178,7 +178,7 @@ def test_latencies_are_those_of_most() -> None:
     times = Times(arrived=1.0, admitted=2.0, first_token=4.0, last_token=7.0)
     output = RequestOutput(
         request="r",
-        prompt_token_ids=[1],
+        prompt_ids=compact([1]),
         completions=[Completion(index=0, token_ids=[5, 6, 7, 8])],
         counts=Counts(),
         times=times,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rorqual.disagg.cluster.told import Diverged, Told
-from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob
+from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob, compact
 
 TEXT = "The whale, the whale! Up helm, up helm!"
 
@@ -16,7 +16,7 @@ def told(completions: int = 1) -> Told:
     return Told(
         RequestOutput(
             request="r",
-            prompt_token_ids=[1],
+            prompt_ids=compact([1]),
             completions=[Completion(index=at) for at in range(completions)],
             counts=Counts(),
             times=Times(arrived=0.0),

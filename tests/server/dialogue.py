@@ -11,7 +11,7 @@ from typing import Any
 
 from serving import demo_model
 
-from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob
+from rorqual.engine.output import Completion, Counts, Delta, RequestOutput, Times, TokenLogprob, compact
 from rorqual.server.exchange import Exchange
 from rorqual.server.protocol import CHAT, MESSAGES, Api, Call, Conversations
 from rorqual.server.settings import ServerSettings
@@ -125,7 +125,7 @@ class Saying:
         self.aborted = False
         self.output = RequestOutput(
             request="r",
-            prompt_token_ids=[0],
+            prompt_ids=compact([0]),
             completions=[Completion(index=0)],
             counts=Counts(prompt=7, hit=3),
             times=Times(arrived=0.0),

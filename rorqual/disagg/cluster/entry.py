@@ -8,7 +8,7 @@ from rorqual.disagg.cluster.job import Facts, Job
 from rorqual.engine.grammar import Grammars
 from rorqual.engine.images import ImageSource
 from rorqual.engine.intake import check_ids, new_tokens
-from rorqual.engine.output import Completion, Counts, RequestOutput, Times
+from rorqual.engine.output import Completion, Counts, RequestOutput, Times, compact
 from rorqual.engine.params import SamplingParams
 from rorqual.engine.prompts import PromptInput, place_prompt
 from rorqual.engine.sequence import PREFILL_MODES, check_choice
@@ -81,7 +81,7 @@ class Entry:
         logprobs = params.logprobs is not None
         return RequestOutput(
             request=name,
-            prompt_token_ids=list(ids),
+            prompt_ids=compact(ids),
             completions=[Completion(index=at, logprobs=[] if logprobs else None) for at in range(params.n)],
             counts=Counts(prompt=len(ids)),
             times=Times(arrived=self._clock()),
