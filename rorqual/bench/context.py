@@ -19,13 +19,14 @@ from rorqual.bench.fresh import fresh_process
 from rorqual.bench.long_decode import Contexts, decode_rows
 from rorqual.bench.model import Lengths, ced_against_full
 from rorqual.bench.report import Bar, JsonRow, TimeRow
+from rorqual.bench.workspaces import judge_growth, workspace_bytes, workspace_row
 from rorqual.checkpoint.random import write_random
 from rorqual.config import ModelConfig, presets
 from rorqual.model.load import load
 from rorqual.ops.dispatch import Backend, Progress
 
 PARTS = ("decode", "memory", "prefill")
-REPEATS = {"decode": 9, "memory": 1, "prefill": 3}
+REPEATS = {"decode": 9, "memory": 5, "prefill": 3}
 WORKSPACE_BAR, GROWTH_BAR = Bar(at_most=512e6), Bar(at_most=1.1)
 CED_BARS = {8192: Bar(at_most=0.55), 32_768: Bar(at_most=0.52)}
 
@@ -34,7 +35,7 @@ NOTES = (
     "composition); no Engram, no drafts, a vocabulary of 4,096; the cache is filled with random packed bytes",
     "decode: ops holds the seconds of ops in one more step, each call clocked; the step itself is slower for it",
     "memory: fresh processes with the fast ops; workspace_bytes = peak_rss_bytes - imported_bytes (kernels loaded) - "
-    "mapped_weight_bytes - copied_weight_bytes - cache_bytes; the worst of all runs",
+    "mapped_weight_bytes - copied_weight_bytes - cache_bytes; a row is the worst of its runs, growth is of medians",
     "memory: mid has 65,536 positions; a longer prompt gives it as many as it needs",
     "prefill: both with the fast ops; layer_tokens is rows x layers run, the work that ced saves",
 )
@@ -90,30 +91,28 @@ def run_context(
 
 
 def memory_rows(folder: Path, sizes: Sizes, repeats: int, stepped: Callable[[], None]) -> list[JsonRow]:
-    """Peaks and workspaces; the longer prompt's row has the growth over the shorter's, the longest its own bar."""
+    """Peaks and workspaces; the longer prompt's row has the growth over the shorter's, the longest its own bar.
+
+    The longest runs once: its bar is that of a single process, far from it, and each takes ten minutes.
+    """
     wanted = [("ced", tokens) for tokens in (*sizes.workspaces, sizes.longest)]
     wanted += [("full", tokens) for tokens in sizes.workspaces]
     rows: dict[tuple[str, int], JsonRow] = {}
     for mode, tokens in wanted:
-        runs: list[JsonRow] = []
-        for _ in range(repeats):
-            runs.append(fresh_process("rorqual.bench.workspace", folder, mode, tokens, sizes.chunk))
+
+        def process(mode: str = mode, tokens: int = tokens) -> JsonRow:
+            run = fresh_process("rorqual.bench.workspace", folder, mode, tokens, sizes.chunk)
             stepped()
-        worst = max(runs, key=_workspace)
+            return run
+
         shape = f"prefill {mode} of {tokens:,} tokens, chunk {sizes.chunk}"
-        rows[mode, tokens] = {
-            "name": sizes.preset,
-            "shape": shape,
-            "numerics": "fp32",
-            **worst,
-            "workspaces_of_runs_bytes": [_workspace(run) for run in runs],
-        }
+        count = 1 if tokens == sizes.longest else repeats
+        rows[mode, tokens] = workspace_row(sizes.preset, shape, count, process)
     short, long = sizes.workspaces
     for mode in ("ced", "full"):
-        growth = _workspace(rows[mode, long]) / max(1, _workspace(rows[mode, short]))
-        rows[mode, long] |= {"workspace_growth": growth, "bar": GROWTH_BAR.as_json(growth)}
-    last = rows["ced", sizes.longest]
-    last["bar"] = WORKSPACE_BAR.as_json(_workspace(last))
+        judge_growth(rows[mode, short], rows[mode, long], GROWTH_BAR)
+    longest = rows["ced", sizes.longest]
+    longest["bar"] = WORKSPACE_BAR.as_json(workspace_bytes(longest))
     return list(rows.values())
 
 
@@ -158,10 +157,4 @@ def tiny_pair() -> ModelConfig:
 def _turns(part: str, repeats: int, sizes: Sizes) -> int:
     if part == "decode":
         return repeats + long_decode.WARM + long_decode.CLOCKED
-    return repeats * (2 * len(sizes.workspaces) + 1) if part == "memory" else len(sizes.prefills)
-
-
-def _workspace(row: JsonRow) -> int:
-    found = row["workspace_bytes"]
-    assert isinstance(found, int)
-    return found
+    return repeats * 2 * len(sizes.workspaces) + 1 if part == "memory" else len(sizes.prefills)

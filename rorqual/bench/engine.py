@@ -22,13 +22,14 @@ from rorqual.bench.engine_single import Single, decode_row, prefix_row
 from rorqual.bench.engine_trace import PREFIXES, Replay, trace_rows
 from rorqual.bench.fresh import fresh_process
 from rorqual.bench.report import Bar, JsonRow, TimeRow
+from rorqual.bench.workspaces import judge_growth, workspace_row
 from rorqual.config import ModelConfig
 from rorqual.model.load import load
 from rorqual.model.transformer import Transformer
 from rorqual.ops.dispatch import Backend, Progress
 
 PARTS = ("load", "single", "prefix", "restore", "trace", "memory")
-REPEATS = {"load": 3, "single": 3, "prefix": 3, "restore": 3, "trace": 1, "memory": 1}
+REPEATS = {"load": 3, "single": 3, "prefix": 3, "restore": 3, "trace": 1, "memory": 5}
 SHIPPED = "shipped"
 
 
@@ -94,8 +95,8 @@ NOTES = (
     "trace: prompts, answers and blocks scaled to at most 4,096 tokens, block ids made random tokens; waits are from "
     "when a request was due; apart: every request is a tenant of its own and finds nothing; one replay each",
     "memory: fresh processes; workspace_bytes = peak_rss_bytes - imported_bytes (kernels loaded) - "
-    "mapped_weight_bytes - copied_weight_bytes - cache_bytes; the worst of all runs; a model of fewer positions is "
-    "given as many as it needs",
+    "mapped_weight_bytes - copied_weight_bytes - cache_bytes; a row is the worst of its runs, growth is of medians; a "
+    "model of fewer positions is given as many as it needs",
 )
 
 
@@ -182,25 +183,14 @@ def memory_rows(
     rows: list[JsonRow] = []
     chunk = sizes.single.chunk
     for tokens in sizes.workspaces:
-        runs: list[JsonRow] = []
-        for _ in range(repeats):
-            runs.append(fresh_process("rorqual.bench.engine_workspace", folder, tokens, chunk))
+
+        def process(tokens: int = tokens) -> JsonRow:
+            run = fresh_process("rorqual.bench.engine_workspace", folder, tokens, chunk)
             stepped()
-        worst = max(runs, key=_workspace)
-        rows.append(
-            {
-                "name": "memory",
-                "shape": f"a prompt of {tokens:,} tokens, chunk {chunk}",
-                "numerics": "fp32",
-                **worst,
-                "workspaces_of_runs_bytes": [_workspace(run) for run in runs],
-            }
-        )
-    short, long = rows
-    growth = _workspace(long) / max(1, _workspace(short))
-    long["workspace_growth"] = growth
-    if growth_bar is not None:
-        long["bar"] = growth_bar.as_json(growth)
+            return run
+
+        rows.append(workspace_row("memory", f"a prompt of {tokens:,} tokens, chunk {chunk}", repeats, process))
+    judge_growth(rows[0], rows[1], growth_bar)
     return rows
 
 
@@ -224,9 +214,3 @@ def _counted(progress: Progress | None, total: int) -> Callable[[], None]:
             progress(done, total)
 
     return stepped
-
-
-def _workspace(row: JsonRow) -> int:
-    found = row["workspace_bytes"]
-    assert isinstance(found, int)
-    return found

@@ -135,10 +135,18 @@ def test_the_parts_are_those_of_the_command() -> None:
 
 
 def test_full_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full run's memory rows carry them: growth of either mode, and the longest prompt's workspace."""
-    found = {16_384: 100, 65_536: 111, 262_144: 600_000_000}
-    monkeypatch.setattr(context, "fresh_process", lambda *given: {"workspace_bytes": found[given[3]]})
-    rows = context.memory_rows(Path(), context.FULL, 2, lambda: None)
+    """A full run's memory rows carry them: growth of either mode's medians, and the longest prompt's one workspace."""
+    found = {16_384: 100, 65_536: 140, 262_144: 600_000_000}
+    odd = iter([0, 50] * 4)
+    monkeypatch.setattr(
+        context,
+        "fresh_process",
+        lambda *given: {"workspace_bytes": found[given[3]] + (next(odd) if given[3] in (16_384, 65_536) else 0)},
+    )
+    rows: list[Any] = context.memory_rows(Path(), context.FULL, 2, lambda: None)
+    assert [len(row["workspaces_of_runs_bytes"]) for row in rows] == [2, 2, 1, 2, 2]
+    assert rows[0]["workspace_bytes"] == 150 and rows[0]["workspace_median_bytes"] == 125
+    assert rows[1]["workspace_growth"] == 165 / 125
     bars = [row.get("bar") for row in rows]
     grown = {"at_most": 1.1, "reached": False}
     assert bars == [None, grown, {"at_most": 512e6, "reached": False}, None, grown]
