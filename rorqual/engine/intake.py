@@ -19,7 +19,7 @@ from rorqual.engine.text import Detokenizer
 from rorqual.engine.tokens import Tokens
 from rorqual.errors import InputError
 from rorqual.model.transformer import Transformer
-from rorqual.pool.prefix import ID_TYPE, PrefixChain, root_key
+from rorqual.pool.prefix import PrefixChain, root_key
 
 
 class Intake:
@@ -61,7 +61,7 @@ class Intake:
         """
         check_ids(params, self.model.config.vocab_size)
         made, images_at, features = read_prompt(self.model, prompt, images, lazy=handed is not None)
-        ids = array(ID_TYPE, made.ids.numpy().tobytes())
+        ids = made.ids.numpy().data
         self._check_handed(handed, len(ids), params)
         chain = PrefixChain(root_key(self.fingerprint, self.page_tokens, salt), self.page_tokens, images_at)
         chain.extend(ids)
@@ -124,7 +124,7 @@ class Intake:
         sampler = Sampler(own.params, prompt=own.output.prompt_ids, ends=own.ends, matcher=matcher, index=index)
         Live(own, f"{own.id}/{index}", tokens, sampler, partial(Detokenizer, self.model.tokenizer, self._alone))
 
-    def _output(self, name: str, ids: array[int], logprobs: bool) -> RequestOutput:
+    def _output(self, name: str, ids: array[int] | memoryview, logprobs: bool) -> RequestOutput:
         return RequestOutput(
             request=name,
             prompt_ids=ids,

@@ -137,11 +137,12 @@ def compact(ids: Iterable[int]) -> array[int]:
 class RequestOutput:
     """A request, finished or as far as it is. `text`, `token_ids` and the like are its first completion's.
 
-    prompt_ids: of `compact`; `prompt_token_ids` is the list of them, made anew each time.
+    prompt_ids: of `compact`, or a view of the tensor that runs; `prompt_token_ids` is the list of them, made anew each
+    time.
     """
 
     request: str
-    prompt_ids: array[int]
+    prompt_ids: array[int] | memoryview
     completions: list[Completion]
     counts: Counts
     times: Times
