@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 FORGET = 0.98
 """Weight that a measurement keeps after the next one: the last fifty or so count."""
@@ -68,6 +69,14 @@ class StepCost:
             return seconds * rows / total
         base, each = self.line
         return base + each * rows
+
+
+@dataclass(slots=True)
+class Costs:
+    """steps: seconds by rows. drafting: seconds by requests that drafts are made for."""
+
+    steps: StepCost = field(default_factory=StepCost)
+    drafting: StepCost = field(default_factory=StepCost)
 
 
 def survivals(confidence_logits: Sequence[float]) -> list[float]:
@@ -153,13 +162,20 @@ class Worth:
     Drafting costs time whether or not anything of it is verified; with many requests at once it may cost more than it
     gives. What is expected of drafts is the mean of survivals seen, as far as they came true; every `PROBE` steps
     without, they are tried again. Only the past decides, so nothing is lost by it.
+
+    Costs are kept apart by how many requests run, in powers of two: a line through the steps of thirty-two requests
+    says little about those of one, and after a busy spell it would be believed for a hundred steps.
     """
 
     def __init__(self) -> None:
-        self.steps, self.drafting = StepCost(), StepCost()
+        self._costs: dict[int, Costs] = {}
         self.trust = Calibration()
         self._seen: list[float] = []
         self._rest = 0
+
+    def costs(self, rows: int) -> Costs:
+        """Of steps of so many rows without any draft."""
+        return self._costs.setdefault(rows.bit_length(), Costs())
 
     def lengths(self, requests: Sequence[Sequence[float]], rows: int) -> list[int]:
         """Drafts of each request to verify, of survivals that `pays` let be made. Arguments: as `draft_lengths`.
@@ -168,7 +184,7 @@ class Worth:
         """
         self._saw(requests)
         believed = requests if self._rest else [self.trust.believed(own) for own in requests]
-        return draft_lengths(believed, rows, self.steps.line)
+        return draft_lengths(believed, rows, self.costs(rows).steps.line)
 
     def _saw(self, requests: Sequence[Sequence[float]]) -> None:
         for own in requests:
@@ -178,13 +194,14 @@ class Worth:
 
     def pays(self, requests: int, rows: int) -> bool:
         """requests: that would have drafts. rows: of the next step without any."""
-        if not self._seen or not (self.steps.settled and self.drafting.settled):
+        costs = self.costs(rows)
+        if not self._seen or not (costs.steps.settled and costs.drafting.settled):
             return True
-        base, each = self.steps.line
+        base, each = costs.steps.line
         expected = self.trust.believed(self._seen)
         lengths = draft_lengths([expected] * requests, rows, (base, each))
         tokens = rows + sum(sum(expected[:length]) for length in lengths)
-        drafted = base + each * (rows + sum(lengths)) + self.drafting.seconds(requests)
+        drafted = base + each * (rows + sum(lengths)) + costs.drafting.seconds(requests)
         if tokens * (base + each * rows) > rows * drafted:
             self._rest = 0
             return True

@@ -276,6 +276,8 @@ class Engine:
         made = self.scheduler.fork(live.key, own.lives[0].key, new_tokens=own.budget)
         if made is not None:
             self.runner.fork(made, self.kv.block_table(own.lives[0].key))
+            if self.speculator is not None:
+                self.speculator.fork(*made.slot)
         return self._enter(own)
 
     def rewind(self, request: str, new: int) -> None:

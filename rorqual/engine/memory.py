@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rorqual.engine import backlog
 from rorqual.errors import CapacityError, InputError
 from rorqual.inventory.names import expected_tensors
 from rorqual.layout import KVLayout
@@ -100,6 +101,7 @@ def plan_engine(
     workspace = wide * workspace_bytes(model.config, rows, sampled_rows=step_tokens)
     if pages is not None and memory is not None:
         raise InputError("pages: not together with memory; give one of the two")
+    workspace += slots * backlog_bytes(model)
     fixed = weights + workspace + slots * layout.sequence_bytes_allocated
     if pages is not None:
         budget = fixed + pages * layout.page_bytes
@@ -108,6 +110,12 @@ def plan_engine(
     else:
         budget = fixed + _default_pages(layout, slots, free_bytes(model.device)) * layout.page_bytes
     return plan_memory(layout, budget=budget, weights=weights, workspace=workspace, sessions=slots)
+
+
+def backlog_bytes(model: Transformer) -> int:
+    """What the rows of a slot that wait for its draft windows come to (`rorqual.engine.backlog`)."""
+    config, width = model.config, model.numerics.act_dtype.itemsize
+    return backlog.ROWS * len(config.dspark_target_layer_ids) * config.hidden_size * width
 
 
 def spelled(plan: MemoryPlan) -> str:

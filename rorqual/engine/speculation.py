@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.kv_cache import KVCache
+from rorqual.engine.backlog import Backlog
 from rorqual.engine.draft import Fed, feed, propose
 from rorqual.engine.draft_length import Worth, survivals
 from rorqual.engine.noise import ACCEPT, DRAFT, TOKEN
@@ -110,18 +111,34 @@ class Speculator:
         self.worth = Worth()
         self.drafted = 0
         """Requests that the last call of `propose` made drafts for."""
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._backlog = model, cache, Backlog()
+
+    def begin(self, slot: int) -> None:
+        """The slot is another sequence's, or stands elsewhere."""
+        self._backlog.drop(slot)
+
+    def fork(self, source: int, target: int) -> None:
+        """The slot `target` is a copy of `source`."""
+        self._backlog.copy(source, target)
 
     def feed(self, fed: Sequence[Fed]) -> None:
-        """Write the draft windows of accepted rows."""
+        """Accepted rows, for the draft windows to have before the next drafts."""
+        for batch in self._backlog.add(fed):
+            self._write(batch)
+
+    def wanted(self, asks: Sequence[Ask], rows: int) -> bool:
+        """Whether drafts pay; their windows are then up to date. rows: of the next step without any draft."""
+        self.drafted = len(asks) if asks and self.worth.pays(len(asks), rows) else 0
+        if self.drafted:
+            self._write(self._backlog.take([ask.slot for ask in asks]))
+        return bool(self.drafted)
+
+    def _write(self, fed: Sequence[Fed]) -> None:
         if fed:
             feed(self._model, self._cache, fed)
 
     def propose(self, asks: Sequence[Ask], rows: int) -> list[Drafts]:
-        """Drafts for each, none where they do not pay. rows: of the next step without any draft."""
-        self.drafted = len(asks) if asks and self.worth.pays(len(asks), rows) else 0
-        if not self.drafted:
-            return [NO_DRAFTS] * len(asks)
+        """Drafts for each, where they are `wanted`."""
         found: list[list[Tensor]] = [[] for _ in asks]
 
         def choose(logits_BV: Tensor, draft: int) -> Tensor:

@@ -97,6 +97,8 @@ class Stepper:
         for own in plan.sequences:
             request = self._lives[own.request].request
             if own.reset:
+                if self.speculator is not None:
+                    self.speculator.begin(own.slot)
                 if request.times.admitted is None:
                     request.times.admitted = now
                     request.counts.hit = 0 if own.handed else own.write_floor
@@ -196,7 +198,10 @@ class Stepper:
             )
             for result in asking
         ]
-        going, began = sum(result.goes_on for result in results), self._clock()
+        going = sum(result.goes_on for result in results)
+        if not self.speculator.wanted(asks, going):
+            return 0.0
+        began = self._clock()
         for result, drafts in zip(asking, self.speculator.propose(asks, going), strict=True):
             result.drafts = drafts
         return self._clock() - began
@@ -234,6 +239,8 @@ class Stepper:
             self.scheduler.track(child.key).chain.extend(ids)
             return
         self.runner.fork(made, self.scheduler.kv.block_table(child.key))
+        if self.speculator is not None:
+            self.speculator.fork(*made.slot)
         self.scheduler.accepted(replace(plan, request=child.key, slot=made.slot[1]), ids)
 
     def _record(self, plan: StepPlan, results: list[Result], times: list[float]) -> None:
@@ -259,9 +266,10 @@ class Stepper:
         if any(own.rows > SHORT_SEGMENT for own in plan.sequences):
             self._heap.check()
         elif self.speculator is not None:
-            self.speculator.worth.steps.add(plan.rows, step_seconds)
+            costs = self.speculator.worth.costs(len(plan.sequences))
+            costs.steps.add(plan.rows, step_seconds)
             if self.speculator.drafted:
-                self.speculator.worth.drafting.add(self.speculator.drafted, draft_seconds)
+                costs.drafting.add(self.speculator.drafted, draft_seconds)
 
 
 def _last(result: Result) -> Tensor:

@@ -154,6 +154,10 @@ class Guesses:
         self._inner, self._draw, self._width = engine.speculator.propose, random.Random(seed), engine.speculator.width
         self.truth: dict[Sampler, list[int]] = {}
 
+    def pay(self, requests: int, rows: int) -> bool:
+        """Stands for a speculator's judgement: now and then rows wait for their windows."""
+        return self._draw.random() < 0.7
+
     def __call__(self, asks: Sequence[Ask], rows: int) -> list[Drafts]:
         found = self._inner(asks, rows) if any(ask.sampler not in self.truth for ask in asks) else []
         for at, ask in enumerate(asks):
@@ -208,6 +212,7 @@ class Machine(RuleBasedStateMachine):
             self.engine.restorer.patience = seed
         self.guesses = Guesses(self.engine, seed)
         self.engine.speculator.propose = self.guesses  # type: ignore[method-assign, union-attr]
+        self.engine.speculator.worth.pays = self.guesses.pay  # type: ignore[method-assign, union-attr]
         inner = self.engine.runner.run
 
         def watched(plan: StepPlan, *args: Any) -> list[SequenceOutput]:

@@ -261,8 +261,8 @@ def worth_of(promised: Sequence[float], kept: int) -> Worth:
     """After many steps of one request whose drafts promised so much, of which the first `kept` were accepted."""
     worth = Worth()
     for at in range(400):
-        worth.steps.add(1 + at % 6, 10.0 + at % 6)
-        worth.drafting.add(1, 2.0)
+        worth.costs(1).steps.add(1 + at % 6, 10.0 + at % 6)
+        worth.costs(1).drafting.add(1, 2.0)
         worth.lengths([promised], rows=1)
         worth.trust.judge(promised, kept)
     return worth
@@ -276,6 +276,18 @@ def test_drafts_that_promise_and_do_not_keep_are_left_out() -> None:
     assert sum(paid) == 3
     assert paid[PROBE - 1]
     assert worth.lengths([sure], 1) == [5]  # a trial takes them at their word
+
+
+def test_costs_are_those_of_as_many_requests() -> None:
+    """After a busy spell one request is not judged by steps of thirty-two."""
+    sure = [0.6, 0.3]
+    alone = worth_of(sure, 2)
+    for at in range(200):
+        alone.costs(32).steps.add(32 + at % 40, 100.0 + at % 40)
+        alone.costs(32).drafting.add(32, 1.0)
+    assert alone.costs(1).steps.line == pytest.approx((9.0, 1.0))
+    assert alone.lengths([sure], 1) == [2]
+    assert alone.costs(33) is alone.costs(63) is not alone.costs(64)
 
 
 def test_drafts_that_begin_to_keep_are_taken_up_again() -> None:
