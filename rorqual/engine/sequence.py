@@ -147,7 +147,7 @@ class Sequence:
                 logits_from=last if logits_from is None and last < end else logits_from,
             )
             (output,) = self._run(step, tap)
-            heap.check(other_next=mode == "ced" and last < end <= last + (chunk or end))
+            heap.check()
             passed = logits_from is None and last <= end - window
             outputs.append(replace(output, logits=None, main_hidden=None) if passed else output)
         return outputs

@@ -263,10 +263,8 @@ class Stepper:
 
     def _measure(self, plan: StepPlan, step_seconds: float, draft_seconds: float) -> None:
         """What steps and proposals cost, for the length of drafts. Steps with a long chunk say nothing about it."""
-        long = next((own for own in plan.sequences if own.rows > SHORT_SEGMENT), None)
-        if long is not None:
-            left = len(self._lives[long.request].tokens) - long.end
-            self._heap.check(other_next=0 < left <= long.rows)
+        if any(own.rows > SHORT_SEGMENT for own in plan.sequences):
+            self._heap.check()
         elif self.speculator is not None:
             costs = self.speculator.worth.costs(len(plan.sequences))
             costs.steps.add(plan.rows, step_seconds)

@@ -46,15 +46,9 @@ class HeapBound:
         self._trim = getattr(library, "malloc_trim", None)
         self._chunks = 0
 
-    def check(self, *, other_next: bool = False) -> bool:
-        """After a long chunk; whether memory was handed back. Does nothing where the C library is not glibc.
-
-        other_next: the next chunk runs more than this one, the decoder behind the encoder, so its blocks fit no hole of
-        those before it. Half as many chunks are then enough.
-        """
+    def check(self) -> bool:
+        """Between two long chunks; whether memory was handed back. Does nothing where the C library is not glibc."""
         self._chunks += 1
-        due = self._chunks >= (TRIM_CHUNKS // 2 if other_next else TRIM_CHUNKS)
-        if self._trim is None or not due:
+        if self._trim is None or self._chunks % TRIM_CHUNKS:
             return False
-        self._chunks = 0
         return bool(self._trim(0))

@@ -11,11 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rorqual.engine.engine import Engine
-from rorqual.engine.params import SamplingParams
 from rorqual.engine.sequence import Prompt, Sequence, new_cache
 from rorqual.model import indexer
-from rorqual.ops.memory import HeapBound
 from tests.engine.models import random_ids, tiny
 
 
@@ -87,27 +84,6 @@ def test_what_a_chunk_gave_is_not_kept(mode: str) -> None:
     passed = [output for output in outputs if output.end <= 200 - model.config.sliding_window]
     assert len(passed) > 4
     assert all(output.logits is None and output.main_hidden is None for output in passed)
-
-
-@pytest.mark.parametrize("mode", ["ced", "full"])
-def test_memory_is_handed_back_before_a_chunk_that_runs_more(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, told = tiny("fast"), list[bool]()
-
-    def check(heap: HeapBound, *, other_next: bool = False) -> bool:
-        told.append(other_next)
-        return False
-
-    monkeypatch.setattr(HeapBound, "check", check)
-    ids = random_ids(200, seed=1)
-    Sequence(model, new_cache(model, 200)).prefill(Prompt(ids=ids), mode=mode, chunk=48)
-    assert told == [False, False, False, mode == "ced", False]
-    told.clear()
-    engine = Engine(model, slots=1, pages=20, chunk_tokens=48, prefill=mode)
-    engine.submit(ids, SamplingParams(max_tokens=3))
-    while engine.has_work:
-        engine.step()
-    # An engine does so in either mode; its last chunk of 8 rows is a short one and not told.
-    assert told == [False, False, False, True]
 
 
 def test_one_tile_of_scores_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
